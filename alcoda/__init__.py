@@ -1,0 +1,29 @@
+"""alcoda trains, measures and serves recurrent-depth language models.
+
+>>> import alcoda
+>>> lm = alcoda.load("runs/quickstart")
+>>> print(lm.generate("def main(", loops=8))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from alcoda.api import LM, Recipe, cost, evaluate, load, load_recipe, report, train
+
+__version__ = "0.1.0"
+__all__ = ["LM", "Recipe", "cost", "evaluate", "load", "load_recipe", "report", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import: only when something is used.
+    if name in __all__:
+        from alcoda import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'alcoda' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

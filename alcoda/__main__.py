@@ -1,0 +1,5 @@
+"""``python -m alcoda``."""
+
+from alcoda.cli import main
+
+main()

@@ -1,0 +1,122 @@
+"""The Python API: config objects in, typed results out. The command line only calls these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from alcoda.engine.llm import LM, load
+from alcoda.errors import UsageError
+from alcoda.files import write_json
+from alcoda.measure.evaluate import EvalResult
+from alcoda.measure.evaluate import evaluate as _evaluate
+from alcoda.model.config import ModelConfig
+from alcoda.model.cost import Ledger, ledger
+from alcoda.train.load import load_run
+from alcoda.train.loop import TrainResult, train
+from alcoda.train.recipe import Recipe, load_recipe
+from alcoda.train.run import RunFolder
+
+__all__ = [
+    "LM",
+    "EvalResult",
+    "Ledger",
+    "Recipe",
+    "Sample",
+    "TrainResult",
+    "cost",
+    "evaluate",
+    "load",
+    "load_recipe",
+    "report",
+    "samples",
+    "train",
+]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated text."""
+
+    prompt: str
+    loops: int
+    temperature: float
+    seed: int
+    text: str
+
+
+def cost(config: Recipe | ModelConfig, loops: int | None = None) -> Ledger:
+    """What a recipe (or a bare model, trained at its ``n_loops``) costs, by named term.
+
+    Args:
+        config: a recipe or its model.
+        loops: the depth of the forward pass, of decoding and of the cache; ``n_loops`` where None.
+    """
+    return config.ledger(loops) if isinstance(config, Recipe) else ledger(config, loops)
+
+
+def evaluate(
+    run: str | Path | LM,
+    loops: Sequence[int] = (),
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+) -> EvalResult:
+    """Bits per byte of a trained model at each depth, with 95% bootstrap intervals.
+
+    Args:
+        run: a run folder, or a loaded model.
+        loops: depths; the recipe's ``eval.loops`` where empty.
+        data: a split of the run's data (``valid``, ``train``, ``calib``, ``probe``), or a corpus such as ``text:PATH``,
+            which is scored whole.
+        checkpoint: ``best``, ``last``, or a checkpoint's name, where ``run`` is a folder.
+        batch_size: rows scored at a time.
+        max_tokens: score at most so many tokens of each source.
+    """
+    loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
+    return _evaluate(loaded, loops, data, batch_size=batch_size, max_tokens=max_tokens)
+
+
+def samples(
+    lm: LM, prompts: Sequence[str], loops: Sequence[int], max_tokens: int = 80, temperature: float = 0.0, seed: int = 0
+) -> list[Sample]:
+    """The same prompts continued at each depth."""
+    return [
+        Sample(prompt, n, temperature, seed, lm.generate(prompt, loops=n, max_tokens=max_tokens, temperature=temperature, seed=seed))
+        for prompt in prompts
+        for n in loops
+    ]
+
+
+DEFAULT_PROMPTS = ("def ", "import ", "The ")
+
+
+def report(runs: Sequence[str | Path], out: str | Path, prompts: Sequence[str] = DEFAULT_PROMPTS) -> Path:
+    """One self-contained HTML page of one or more runs.
+
+    What a run has not been asked for yet is measured first and kept in its folder: ``eval.json`` on its validation
+    split at the recipe's depths, ``samples.json`` of ``prompts`` at the shallowest, nominal and deepest of them.
+    """
+    from alcoda.report.page import write_report
+
+    if not runs:
+        raise UsageError("report: name at least one run")
+    folders = [RunFolder(run).check() for run in runs]
+    for run in folders:
+        measure_missing(run, prompts)
+    return write_report([run.path for run in folders], Path(out))
+
+
+def measure_missing(run: RunFolder, prompts: Sequence[str] = DEFAULT_PROMPTS) -> None:
+    """Write ``eval.json`` and ``samples.json`` of a run that has a checkpoint and lacks them."""
+    if (run.eval_json.exists() and run.samples_json.exists()) or not run.checkpoints.exists():
+        return
+    lm = load(run.path)
+    if not run.eval_json.exists():
+        write_json(run.eval_json, evaluate(lm).to_json())
+    if not run.samples_json.exists():
+        depths = sorted({1, lm.n_loops, lm.recipe.eval.loops[-1]})
+        write_json(run.samples_json, [asdict(sample) for sample in samples(lm, prompts, depths)])

@@ -1,0 +1,232 @@
+"""From a data config to tokens that can be trained on: corpora, tokenizer, cache, splits, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from alcoda.data.batches import Batches, BatchState, Unit
+from alcoda.data.cache import cache_root, explained, key_of, tokenise
+from alcoda.data.config import DataConfig, Source
+from alcoda.data.corpora import Corpus, corpus
+from alcoda.data.shuffle import uniform
+from alcoda.data.splits import TRAIN, Plan, Stream, plan, split, whole
+from alcoda.data.tokenizer import Tokenizer
+from alcoda.data.vocabulary import Bpe
+from alcoda.errors import UsageError
+from alcoda.progress import bar
+
+_TRAINED_FORMAT = 1
+_KEY = 0x70C3
+
+
+@dataclass(frozen=True, eq=False)
+class SourceData:
+    """One corpus, tokenised and split."""
+
+    name: str
+    weight: float
+    splits: dict[str, Stream]
+    spec: str
+    content_hash: str
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """All that a run reads: see `prepare`."""
+
+    tokenizer: Tokenizer
+    sources: tuple[SourceData, ...]
+    """What is trained on."""
+    valid: SourceData | None
+    """The corpus of its own to measure on, where the config names one; its only split is ``valid``."""
+    mix_unit: Unit
+    notes: tuple[str, ...]
+    """What the user should know: a corpus that was cut, a smaller vocabulary, a damaged cache."""
+    _all: tuple[SourceData, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_all", self.sources + ((self.valid,) if self.valid else ()))
+
+    def split(self, name: str) -> dict[str, Stream]:
+        """The split ``name`` (train, valid, calib, probe) of each source that has one, by the source's name."""
+        found = {source.name: source.splits[name] for source in self._all if name in source.splits}
+        if not found:
+            allowed = ", ".join(dict.fromkeys(part for source in self._all for part in source.splits))
+            raise UsageError(f"split {name!r}: there is none of that name. Allowed: {allowed}")
+        return found
+
+    def batches(self, batch_size: int, seq_len: int, seed: int, state: BatchState | None = None) -> Batches:
+        """Batches of the train split, mixed by weight: see `Batches`."""
+        sources = [(source.name, source.weight, source.splits[TRAIN]) for source in self.sources]
+        return Batches(sources, batch_size, seq_len, seed, self.mix_unit, state)
+
+    def describe(self) -> dict[str, Any]:
+        """What was read, for the record of a run. JSON."""
+        tokenizer = self.tokenizer
+        return {
+            "tokenizer": {
+                "kind": tokenizer.kind,
+                "vocab_size": tokenizer.vocab_size,
+                "eot": tokenizer.eot_text,
+                "sha256": tokenizer.sha256,
+            },
+            "sources": [
+                {
+                    "name": source.name,
+                    "corpus": source.spec,
+                    "weight": source.weight,
+                    "content_hash": source.content_hash,
+                    "splits": {
+                        part: {
+                            "n_tokens": stream.n_tokens,
+                            "n_documents": stream.n_documents,
+                            "n_bytes": stream.n_bytes,
+                        }
+                        for part, stream in source.splits.items()
+                    },
+                }
+                for source in self._all
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data:
+    """Read, tokenise and split what ``config`` names. ``tokenizer``, of a checkpoint, takes the place of the config's.
+
+    A tokenizer that is trained sees documents of the train split only. Everything slow is cached (see `cache`).
+    Raises UsageError and RunError.
+    """
+    sources = config.sources
+    corpora = [corpus(source.corpus) for source in sources]
+    valid = None if config.valid is None else corpus(config.valid)
+    names = _names(sources, corpora, valid)
+    hashes = [one.content_hash() for one in corpora]
+    valid_hash = None if valid is None else valid.content_hash()
+    if valid_hash in hashes:
+        raise UsageError(f"valid: {config.valid!r} is trained on too; name another corpus, or leave valid out")
+    if tokenizer is None:
+        tokenizer = _tokenizer(config, corpora, hashes, valid)
+    notes = []
+    if (
+        isinstance(config.tokenizer, Bpe)
+        and tokenizer.kind == "bpe"
+        and tokenizer.vocab_size < config.tokenizer.vocab_size
+    ):
+        notes.append(
+            f"tokenizer: the text gave only {tokenizer.vocab_size} of the {config.tokenizer.vocab_size} tokens asked"
+        )
+    data = []
+    for source, one, name, content in zip(sources, corpora, names, hashes, strict=False):
+        one.name = name
+        store = tokenise(one, tokenizer, source.max_bytes)
+        parts, note = split(store, _fractions(config), config.seed)
+        notes += [text for text in (store.note, note) if text]
+        data.append(SourceData(name, source.weight, parts, source.corpus, content))
+    own = None
+    if valid is not None and valid_hash is not None:
+        valid.name = names[-1]
+        store = tokenise(valid, tokenizer, config.max_bytes)
+        notes += [store.note] if store.note else []
+        own = SourceData(valid.name, 0.0, {"valid": whole(store)}, valid.spec, valid_hash)
+    return Data(tokenizer, tuple(data), own, config.mix_unit, tuple(notes))
+
+
+def open_corpus(spec: str, tokenizer: Tokenizer, max_bytes: int | None = None) -> Stream:
+    """All of the corpus ``spec`` (its first ``max_bytes`` bytes), to evaluate on."""
+    return whole(tokenise(corpus(spec), tokenizer, max_bytes))
+
+
+def _fractions(config: DataConfig) -> dict[str, float]:
+    fractions = {"valid": config.splits.valid, "calib": config.splits.calib, "probe": config.splits.probe}
+    if config.valid is not None:
+        del fractions["valid"]
+    return fractions
+
+
+def _names(sources: Sequence[Source], corpora: Sequence[Corpus], valid: Corpus | None) -> list[str]:
+    """A name for each source, and one for ``valid``: as given, or made from the corpus and told apart by a number."""
+    given = Counter(source.name for source in sources if source.name is not None)
+    twice = [name for name, n in given.items() if n > 1]
+    if twice:
+        raise UsageError(f"mix: the name {twice[0]!r} is given to {given[twice[0]]} sources; each needs its own")
+    names, taken = [], set(given)
+    wanted = [(source.name, one.name) for source, one in zip(sources, corpora, strict=True)]
+    for name, short in [*wanted, *([(None, valid.name)] if valid else [])]:
+        if name is None:
+            numbered = (f"{short}-{n}" for n in range(2, len(sources) + 3))
+            name = short if short not in taken else next(text for text in numbered if text not in taken)
+            taken.add(name)
+        names.append(name)
+    return names
+
+
+def _tokenizer(config: DataConfig, corpora: Sequence[Corpus], hashes: Sequence[str], valid: Corpus | None) -> Tokenizer:
+    kind = config.tokenizer
+    tokens = next((one for one in (*corpora, *([valid] if valid else [])) if not one.has_text), None)
+    if tokens is not None and not kind.given:
+        raise UsageError(
+            f"corpus {tokens.spec!r} is tokens already, and tokenizer {kind.kind!r} did not make them; give the one "
+            "that did: tokenizer: {kind: file, path: tokenizer.json}"
+        )
+    if not kind.trained:
+        return kind.build()
+    # What of each source it sees, and how much of that, follows from these.
+    made_from = [(content, s.max_bytes, s.weight) for content, s in zip(hashes, config.sources, strict=True)]
+    key = key_of("tokenizer", _TRAINED_FORMAT, kind.model_dump(), made_from, _fractions(config), config.seed)
+    path = cache_root() / "tokenizers" / f"{key}.json"
+    with contextlib.suppress(UsageError):  # not there, or damaged: trained anew
+        return Tokenizer.load(path, kind=kind.kind)
+    tokenizer = kind.build(_training_text(config, corpora, getattr(kind, "train_bytes", None)))
+    with explained("the tokenizer"):
+        tokenizer.save(path)
+    # Read back, so that a run that trained it and one that found it have the same.
+    return Tokenizer.load(path, kind=kind.kind)
+
+
+def _training_text(config: DataConfig, corpora: Sequence[Corpus], train_bytes: int | None) -> Iterator[str]:
+    """Text of the train split: about ``train_bytes`` of it, in the shares of the weights, drawn from all over it."""
+    weights = sum(source.weight for source in config.sources)
+    for i, (source, one) in enumerate(zip(config.sources, corpora, strict=True)):
+        with bar(f"reading {one.name}", one.n_bytes) as advance:
+            sizes = []
+            for text in one.documents(source.max_bytes):
+                sizes.append(len(text.encode()))
+                advance(sizes[-1])
+        sizes_M = np.array(sizes, np.int64)
+        how = plan(sizes_M, _fractions(config), config.seed, one.name)
+        left = int(sizes_M.sum()) if train_bytes is None else int(train_bytes * source.weight / weights)
+        with bar(f"training the tokenizer on {one.name}", min(left, int(sizes_M.sum()))) as advance:
+            for text in _train_documents(one, source.max_bytes, how, sizes_M, left, (_KEY, config.seed, i)):
+                advance(len(text.encode()))
+                yield text
+
+
+def _train_documents(
+    one: Corpus, max_bytes: int | None, how: Plan, sizes_M: np.ndarray, left: int, key: tuple[int, ...]
+) -> Iterator[str]:
+    """Documents of the train part, of which ``left`` bytes are taken, at random where there are more."""
+    if how.labels_M is None:
+        takes_M = np.clip(how.cuts_bytes[1] - (np.cumsum(sizes_M) - sizes_M), 0, sizes_M)
+    else:
+        takes_M = np.where(how.labels_M == 0, sizes_M, 0)
+    share = left / max(1, int(takes_M.sum()))
+    drawn_M = uniform(len(sizes_M), *key) < share
+    if len(sizes_M) < 100 and share < 1:
+        # Too few to draw from: the beginning of each.
+        takes_M, drawn_M = (takes_M * share).astype(np.int64), np.ones(len(sizes_M), bool)
+    for text, take, drawn in zip(one.documents(max_bytes), takes_M.tolist(), drawn_M.tolist(), strict=True):
+        if not drawn or not take:
+            continue
+        head = text.encode()[: min(take, left)].decode(errors="ignore")
+        left -= len(head.encode())
+        if head:
+            yield head
+        if left <= 0:
+            return

@@ -1,0 +1,1 @@
+"""How many loops a training step runs."""

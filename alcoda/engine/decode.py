@@ -1,0 +1,84 @@
+"""Cached decoding of one sequence, token by token: the reference that anything faster is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from alcoda.errors import RunError, UsageError
+from alcoda.model.keys import KeyStore
+from alcoda.model.lm import RecurrentLM
+from alcoda.train.device import autocast
+
+
+def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """A token id from logits: the best at temperature 0, else drawn (of the best ``top_k``)."""
+    if not bool(torch.isfinite(logits_V).all()):
+        raise RunError("the model's logits are not finite: its weights are damaged, or training diverged")
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k is not None and top_k < logits_V.numel():
+        floor = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < floor, float("-inf"))
+    weights_V = torch.softmax(logits_V.double() / temperature, -1)
+    return int(torch.multinomial(weights_V, 1, generator=generator))
+
+
+@torch.no_grad()
+def decode(
+    model: RecurrentLM,
+    prompt: Sequence[int],
+    *,
+    loops: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+    n_vocab: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[int]:
+    """Yields token ids after ``prompt`` until ``stop`` (not yielded), ``max_tokens`` or the end of the context.
+
+    Args:
+        prompt: at least one id.
+        loops: loops of the core, the same for every token.
+        max_tokens: how many at most.
+        temperature: 0 takes the likeliest token.
+        top_k: draw among so many likeliest only.
+        seed: of the draws.
+        stop: the end-of-text id.
+        n_vocab: ids below it exist; an embedding padded beyond the tokenizer is never drawn from there.
+        dtype: of the passes.
+    """
+    model.config.check_loops(loops)
+    _check(len(prompt), max_tokens, temperature, top_k, model.config.seq_len)
+    device = model.embed.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    room = min(max_tokens, model.config.seq_len - len(prompt))
+    store = KeyStore(len(prompt) + room)
+    ids_BT = torch.tensor([list(prompt)], device=device)
+    for _ in range(room):
+        with autocast(device, dtype):
+            y_BTD = next(model.readouts(ids_BT, [loops], store=store))
+            logits_V = model.logits(y_BTD[0, -1])[:n_vocab].float().cpu()
+        token = sample(logits_V, temperature, top_k, generator)
+        if token == stop:
+            return
+        yield token
+        ids_BT = torch.tensor([[token]], device=device)
+
+
+def _check(n_prompt: int, max_tokens: int, temperature: float, top_k: int | None, seq_len: int) -> None:
+    if n_prompt < 1:
+        raise UsageError("the prompt has no tokens: give some text")
+    if n_prompt >= seq_len:
+        raise UsageError(f"the prompt has {n_prompt} tokens and the context holds {seq_len}: shorten it to {seq_len - 1}")
+    if max_tokens < 1:
+        raise UsageError(f"max_tokens={max_tokens}: at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"temperature={temperature}: 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise UsageError(f"top_k={top_k}: at least 1")

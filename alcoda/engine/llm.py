@@ -1,0 +1,136 @@
+"""`LM`: a trained model in three lines of Python."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alcoda.engine.decode import decode
+from alcoda.errors import UsageError
+from alcoda.train.device import autocast
+from alcoda.train.load import LoadedRun, load_run
+
+Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
+
+
+class LM:
+    """A trained model with its tokenizer.
+
+    >>> lm = alcoda.load("runs/quickstart")
+    >>> print(lm.generate("def main(", loops=8))
+    >>> lm.logits(lm.tokenizer.encode("import os"), loops=4).shape
+    """
+
+    def __init__(self, loaded: LoadedRun) -> None:
+        self.loaded = loaded
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.recipe = loaded.recipe
+
+    @property
+    def n_loops(self) -> int:
+        """The depth used where none is named."""
+        return self.model.config.n_loops
+
+    @torch.no_grad()
+    def logits(self, ids: Ids, loops: int | None = None) -> Tensor:
+        """Logits of the next token after each of ``ids``, in fp32.
+
+        Args:
+            ids: ``[T]`` or ``[B, T]`` token ids (rows of one length).
+            loops: loops of the core.
+
+        Returns:
+            ``[T, V]`` or ``[B, T, V]``.
+
+        Raises:
+            UsageError: ids that the model does not have, rows of several lengths, or no ids.
+        """
+        loops = self._loops(loops)
+        try:
+            ids_BT = torch.as_tensor(np.asarray(ids) if not isinstance(ids, Tensor) else ids)
+        except ValueError:
+            raise UsageError("ids: all rows must have one length") from None
+        if ids_BT.dim() not in (1, 2) or ids_BT.numel() == 0 or ids_BT.is_floating_point() or ids_BT.dtype == torch.bool:
+            raise UsageError(f"ids of shape {tuple(ids_BT.shape)} and type {ids_BT.dtype}: whole numbers [T] or [B, T] are needed")
+        low, high, n = int(ids_BT.min()), int(ids_BT.max()), self.model.config.vocab_size
+        if low < 0 or high >= n:
+            raise UsageError(f"ids from {low} to {high}: this model has the ids 0 to {n - 1}")
+        device = self.model.embed.weight.device
+        rows_BT = ids_BT.long().to(device)
+        rows_BT = rows_BT[None] if ids_BT.dim() == 1 else rows_BT
+        with autocast(device, self.loaded.dtype):
+            logits_BTV = self.model(rows_BT, loops).float()
+        return logits_BTV[0] if ids_BT.dim() == 1 else logits_BTV
+
+    def generate(self, prompt: str, **kwargs: object) -> str:
+        """The text that follows ``prompt``; arguments as `stream`."""
+        return "".join(self.stream(prompt, **kwargs))  # pyrefly: ignore
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        loops: int | None = None,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yields the text that follows ``prompt``, piece by piece, each piece whole characters.
+
+        Args:
+            prompt: text; an empty one begins a document.
+            loops: loops of the core for every token; the model's ``n_loops`` where None.
+            max_tokens: how many tokens at most; the context's end comes first where it is nearer.
+            temperature: 0 takes the likeliest token each time.
+            top_k: draw among so many likeliest tokens only.
+            seed: of the draws; the same seed gives the same text.
+        """
+        loops = self._loops(loops)
+        # Training documents begin with end-of-text: it is what the first token is predicted from.
+        ids = [self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist()]
+        tokens = decode(
+            self.model,
+            ids,
+            loops=loops,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            stop=self.tokenizer.eot,
+            n_vocab=self.tokenizer.vocab_size,
+            dtype=self.loaded.dtype,
+        )
+        # A character may be split over tokens: the decoder keeps its bytes until it is whole.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            text = decoder.decode(self.tokenizer.decode_bytes([token]))
+            if text:
+                yield text
+        rest = decoder.decode(b"", final=True)
+        if rest:
+            yield rest
+
+    def _loops(self, loops: int | None) -> int:
+        return self.model.config.check_loops(self.n_loops if loops is None else loops)
+
+
+def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype: str = "auto") -> LM:
+    """The model of a run folder.
+
+    Args:
+        path: the folder that ``alcoda train --out`` wrote.
+        checkpoint: ``best`` (lowest validation loss), ``last``, or a checkpoint's name.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        dtype: ``auto`` (bf16 where the hardware multiplies in it), ``bfloat16`` or ``float32``.
+
+    Raises:
+        UsageError, RunError: no run, no checkpoint, or a damaged one; the message says which.
+    """
+    return LM(load_run(path, checkpoint, device, dtype))

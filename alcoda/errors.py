@@ -1,0 +1,32 @@
+"""The two kinds of failure that a user meets, and their exit codes. Anything else is a bug of ours."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be done: a wrong key, value, path or combination. The command line exits with 2.
+
+    The message names the field, the value, what is allowed, and the way out.
+    """
+
+    exit_code = 2
+
+
+class RunError(RuntimeError):
+    """Something went wrong while doing what was asked for: a damaged file, a full disk, a loss that is not a number.
+
+    The command line exits with 1.
+    """
+
+    exit_code = 1
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """``"; did you mean 'x'? Allowed: a, b, x"`` for a message about the unknown ``name``."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{hint} Allowed: {', '.join(allowed)}"

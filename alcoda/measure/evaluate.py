@@ -1,0 +1,210 @@
+"""Bits per byte at each depth, with intervals: what a model is worth, and what its loops are worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from alcoda import progress
+from alcoda.data.prepare import open_corpus, prepare
+from alcoda.data.splits import Stream
+from alcoda.errors import UsageError
+from alcoda.measure.bootstrap import Interval, paired_gain, ratio_interval
+from alcoda.train.load import LoadedRun
+from alcoda.train.score import score
+
+MIN_DOCUMENTS = 30
+"""Fewer documents say too little about each other: then the units are contiguous blocks."""
+N_BLOCKS = 50
+
+
+@dataclass(frozen=True)
+class DepthScore:
+    """One depth: mean loss in nats a scored token, bits per byte of text, and its 95% interval."""
+
+    loops: int
+    loss: float
+    bits_per_byte: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Bits per byte saved by going from one depth to another, paired over units, with its 95% interval."""
+
+    from_loops: int
+    to_loops: int
+    bits_per_byte: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What `evaluate` measured.
+
+    Attributes:
+        data: a split of the run (``valid``) or a corpus.
+        train_step: of the checkpoint.
+        unit: ``documents`` or ``blocks``: what the bootstrap resamples.
+        n_units, n_tokens, n_bytes: how much was scored.
+        note: what the reader should know of the units, or None.
+        by_depth: a score a depth, increasing.
+        gain: from the shallowest depth to each other.
+        by_source: bits per byte of each source of a mix, by depth.
+    """
+
+    data: str
+    train_step: int
+    unit: str
+    n_units: int
+    n_tokens: int
+    n_bytes: int
+    note: str | None
+    by_depth: tuple[DepthScore, ...]
+    gain: tuple[Gain, ...]
+    by_source: dict[str, dict[int, float]]
+
+    @property
+    def bits_per_byte(self) -> dict[int, float]:
+        """Loops -> bits per byte."""
+        return {score.loops: score.bits_per_byte for score in self.by_depth}
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``eval.json`` and ``--json``: ``bits_per_byte`` maps loops to values."""
+        return {"bits_per_byte": self.bits_per_byte, **asdict(self)}
+
+
+@dataclass
+class _Sums:
+    """Nats and bytes by unit of one stream."""
+
+    nats_LU: np.ndarray
+    bytes_U: np.ndarray
+    n_scored: int = 0
+    n_documents: int = 0
+
+
+def evaluate(
+    run: LoadedRun,
+    loops: Sequence[int] = (),
+    data: str = "valid",
+    *,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> EvalResult:
+    """Score a split of the run's data, or the whole of another corpus, at each of ``loops``.
+
+    Args:
+        run: from `alcoda.train.load.load_run`.
+        loops: depths; the recipe's ``eval.loops`` where empty.
+        data: ``valid`` (also train, calib, probe) or a corpus (``text:PATH`` ...).
+        batch_size: rows scored at a time.
+        max_tokens: score at most so many tokens of each source.
+        seed: of the bootstrap.
+
+    Raises:
+        UsageError: a depth that the model does not have, or a corpus that cannot be read.
+    """
+    depths = sorted({run.recipe.model.check_loops(n) for n in (loops or run.recipe.eval.loops)})
+    streams = streams_of(run, data)
+    n_tokens = sum(min(s.n_tokens, max_tokens or s.n_tokens) for s in streams.values())
+    by_documents = all(s.n_documents >= MIN_DOCUMENTS for s in streams.values()) and max_tokens is None
+    sums = {}
+    with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", n_tokens) as advance:
+        for name, stream in streams.items():
+            sums[name] = _sum(run, stream, depths, by_documents, batch_size, max_tokens, advance)
+    return _result(run, data, depths, sums, by_documents, seed)
+
+
+def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
+    """The streams of a split of the run's data, or of a corpus, by source."""
+    if ":" in data or data == "pystdlib":
+        return {data: open_corpus(data, run.tokenizer)}
+    return prepare(run.recipe.data, run.tokenizer).split(data)
+
+
+def _sum(
+    run: LoadedRun,
+    stream: Stream,
+    depths: list[int],
+    by_documents: bool,
+    batch_size: int,
+    max_tokens: int | None,
+    advance: progress.Advance,
+) -> _Sums:
+    n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
+    if n_tokens < 2:
+        raise UsageError(f"{stream.name}: {n_tokens} tokens are too few to score; at least 2 are needed")
+    # Units end where a document ends, or are equal shares of the tokens.
+    if by_documents:
+        ends_U = np.array([stream.range_of(i)[1] for i in range(stream.n_documents)])
+    else:
+        ends_U = np.linspace(0, n_tokens, min(N_BLOCKS, n_tokens) + 1).round().astype(int)[1:]
+    sums = _Sums(np.zeros((len(depths), len(ends_U))), np.zeros(len(ends_U)), n_documents=stream.n_documents)
+    for part in score(
+        run.model,
+        stream,
+        run.tokenizer.token_bytes_V,
+        depths,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        dtype=run.dtype,
+    ):
+        n = len(part.bytes_N)
+        unit_N = np.searchsorted(ends_U, np.arange(part.start, part.start + n), side="right")
+        np.add.at(sums.bytes_U, unit_N, part.bytes_N)
+        for row, nats_N in zip(sums.nats_LU, part.nats_LN, strict=True):
+            np.add.at(row, unit_N, nats_N)
+        sums.n_scored += int((part.bytes_N > 0).sum())
+        advance(n)
+    return sums
+
+
+def _result(
+    run: LoadedRun, data: str, depths: list[int], sums: dict[str, _Sums], by_documents: bool, seed: int
+) -> EvalResult:
+    nats_LU = np.concatenate([s.nats_LU for s in sums.values()], 1)
+    bytes_U = np.concatenate([s.bytes_U for s in sums.values()])
+    keep_U = bytes_U > 0
+    nats_LU, bytes_U = nats_LU[:, keep_U], bytes_U[keep_U]
+    n_scored = sum(s.n_scored for s in sums.values())
+    if not n_scored:
+        raise UsageError(f"{data}: no token of it stands for text, so there is nothing to score")
+    intervals = [_interval(ratio_interval, nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
+    gains = [_interval(paired_gain, nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
+    note = None
+    if not by_documents:
+        n_documents = sum(s.n_documents for s in sums.values())
+        few = f"{n_documents} documents are too few" if n_documents < MIN_DOCUMENTS else "only part of the text was scored"
+        note = f"{few}: intervals are over {len(bytes_U)} contiguous blocks of tokens"
+    return EvalResult(
+        data=data,
+        train_step=run.train_step,
+        unit="documents" if by_documents else "blocks",
+        n_units=len(bytes_U),
+        n_tokens=n_scored,
+        n_bytes=int(bytes_U.sum()),
+        note=note,
+        by_depth=tuple(
+            DepthScore(n, float(nats_U.sum()) / n_scored, *interval)
+            for n, nats_U, interval in zip(depths, nats_LU, intervals, strict=True)
+        ),
+        gain=tuple(Gain(depths[0], n, *interval) for n, interval in zip(depths[1:], gains, strict=True)),
+        by_source={
+            name: {
+                n: float(row.sum() / math.log(2) / s.bytes_U.sum()) for n, row in zip(depths, s.nats_LU, strict=True)
+            }
+            for name, s in sums.items()
+        },
+    )
+
+
+def _interval(function: Any, *arrays: np.ndarray, seed: int) -> Interval:
+    return function(*arrays, seed=seed)

@@ -1,0 +1,108 @@
+"""`ModelConfig`: a point in the design space, and the combinations that make no sense."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from alcoda.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
+from alcoda.errors import UsageError
+from alcoda.model.blocks import BlockConfig
+from alcoda.model.positions import Position, Rope
+from alcoda.model.recurrence.inject import Inject, NoInject
+from alcoda.model.recurrence.keys import CoreKeys, PerLoop
+from alcoda.model.recurrence.loop_norm import LoopNorm, NoLoopNorm
+from alcoda.model.recurrence.state_init import FromAnchor, StateInit
+from alcoda.model.recurrence.update import Overwrite, Update
+from alcoda.model.shape import Shape
+
+
+class ModelConfig(Config):
+    """The architecture: sizes, and one choice on each axis (docs/design). The defaults are a plain weight-tied loop."""
+
+    vocab_size: PositiveInt = 4096
+    """Rows of the embedding; at least the tokenizer's size (padding it up is common)."""
+    seq_len: PositiveInt = 256
+    """Tokens in the context: the length of training rows, and what costs are quoted at."""
+    d_model: PositiveInt = 256
+    n_heads: PositiveInt = 4
+    d_head: PositiveInt | None = None
+    """Width of a head; d_model / n_heads where not set."""
+    d_ff: PositiveInt | None = None
+    """Width of the MLP; the MLP's own default (4d for gelu, about 8d/3 for swiglu) where not set."""
+    n_prelude: NonNegativeInt = 1
+    n_core: NonNegativeInt = 2
+    """Blocks of the shared core; 0 is a dense model without a loop."""
+    n_coda: NonNegativeInt = 1
+    n_loops: PositiveInt = 8
+    """R: the depth that the model is built for. Samplers, evaluation and generation take it where they name none."""
+    block: BlockConfig = BlockConfig()
+    position: Position = Rope()
+    head: Literal["tied", "untied"] = "tied"
+    """Whether the read-out shares the embedding's weight."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of every linear map and embedding at the start (alcoda/model/init.py)."""
+    state_init: StateInit = FromAnchor()
+    inject: Inject = NoInject()
+    keys: CoreKeys = PerLoop()
+    update: Update = Overwrite()
+    loop_norm: LoopNorm = NoLoopNorm()
+    final_norm: Literal["own", "shared", "none"] = "own"
+    """The norm before the head: its own, the loop norm's again (Huginn), or none."""
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes, with every default filled in."""
+        d_head = self.d_head or self.d_model // self.n_heads
+        d_ff = self.d_ff or self.block.mlp.d_ff(self.d_model)
+        return Shape(self.d_model, self.n_heads, d_head, d_ff, self.seq_len, self.vocab_size, self.block.bias)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether there is a core to loop."""
+        return self.n_core > 0
+
+    def check_loops(self, n_loops: int, name: str = "loops") -> int:
+        """``n_loops``, if the model can run so many; UsageError otherwise."""
+        if n_loops < 1:
+            raise UsageError(f"{name}={n_loops}: at least 1 loop is needed")
+        if n_loops > 1 and not self.is_recurrent:
+            raise UsageError(f"{name}={n_loops}: this model is dense (n_core=0) and has nothing to loop; {name}=1 is its only depth")
+        return n_loops
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        shape = self.shape
+        if self.d_head is None and self.d_model % self.n_heads:
+            near = min((h for h in range(1, self.d_model + 1) if self.d_model % h == 0), key=lambda h: abs(h - self.n_heads))
+            raise ValueError(
+                f"n_heads={self.n_heads} must divide d_model={self.d_model}: for example n_heads={near}; or set d_head"
+            )
+        self.position.check(shape)
+        self.block.attention.check(shape)
+        if self.n_prelude + self.n_core + self.n_coda == 0:
+            raise ValueError("n_prelude, n_core and n_coda are all 0: a model needs at least one block")
+        if self.is_recurrent:
+            self._check_recurrent()
+        else:
+            self._check_dense()
+        if self.final_norm == "shared" and not self.loop_norm.has_norm:
+            raise ValueError("final_norm 'shared' is the loop norm's weight again: set loop_norm to before_coda or every_loop, or final_norm to own")
+        return self
+
+    def _check_recurrent(self) -> None:
+        if not (self.state_init.carries_anchor or self.inject.carries_anchor):
+            raise ValueError(
+                f"state_init {self.state_init.kind!r} with inject {self.inject.kind!r}: the tokens cannot reach the loop. "
+                "Set inject to add or concat, or state_init to anchor"
+            )
+
+    def _check_dense(self) -> None:
+        if self.n_loops != 1:
+            raise ValueError(f"n_core=0 has nothing to loop: set n_loops to 1 (got {self.n_loops}), or n_core to 1 or more")
+        for field in ("state_init", "inject", "update", "loop_norm"):
+            default = type(self).model_fields[field].default
+            chosen = getattr(self, field)
+            if chosen != default:
+                raise ValueError(f"n_core=0 has no loop for {field} {chosen.kind!r} to act in: remove it (the null choice is {default.kind!r}), or set n_core")

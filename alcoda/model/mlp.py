@@ -1,0 +1,78 @@
+"""The feed-forward half of a block, as a choice."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from alcoda.config import Choice
+from alcoda.model.shape import Cost, Shape, linear
+
+
+class Mlp(Choice, axis="mlp"):
+    """The feed-forward half of a block."""
+
+    def d_ff(self, d_model: int) -> int:
+        """The width where the recipe names none."""
+        raise NotImplementedError
+
+    def build(self, shape: Shape) -> nn.Module:
+        raise NotImplementedError
+
+    def cost(self, shape: Shape) -> Cost:
+        raise NotImplementedError
+
+
+class Gelu(Mlp):
+    """``W_down gelu(W_up x)`` (GPT-2); width 4d by default."""
+
+    kind: Literal["gelu"] = "gelu"
+
+    def d_ff(self, d_model: int) -> int:
+        return 4 * d_model
+
+    def build(self, shape: Shape) -> nn.Module:
+        return GeluModule(shape)
+
+    def cost(self, shape: Shape) -> Cost:
+        up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
+        return Cost(up.params + down.params, up.flops + down.flops)
+
+
+class SwiGlu(Mlp):
+    """``W_down (silu(W_gate x) * W_up x)`` (Shazeer 2020); width 8d/3 rounded up to a multiple of 64 by default."""
+
+    kind: Literal["swiglu"] = "swiglu"
+
+    def d_ff(self, d_model: int) -> int:
+        return -(-8 * d_model // (3 * 64)) * 64
+
+    def build(self, shape: Shape) -> nn.Module:
+        return SwiGluModule(shape)
+
+    def cost(self, shape: Shape) -> Cost:
+        up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
+        return Cost(2 * up.params + down.params, 2 * up.flops + down.flops)
+
+
+class GeluModule(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+class SwiGluModule(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))

@@ -1,0 +1,88 @@
+"""Update: how the core's proposal becomes the next state."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from alcoda.config import Choice, Float, NonNegativeFloat, PositiveFloat
+from alcoda.model.shape import Cost, Shape, linear
+
+
+class Update(Choice, axis="update"):
+    """``h = update(h, y, e)``, y the core's output."""
+
+    def build(self, shape: Shape) -> nn.Module:
+        """A module on ``(h_BTD, y_BTD, e_BTD)``."""
+        raise NotImplementedError
+
+    def cost(self, shape: Shape) -> Cost:
+        """Once a loop."""
+        return Cost()
+
+
+class Overwrite(Update):
+    """``h = y``."""
+
+    kind: Literal["overwrite"] = "overwrite"
+
+    def build(self, shape: Shape) -> nn.Module:
+        return OverwriteModule()
+
+
+class Gate(Update):
+    """GRT's elementwise gate (papers.md 1.1):
+
+        g = sigmoid(f([LN h, LN e]) / tau + eps)        f: 2d -> d -> d, SiLU between, biases in both
+        h = g * h + (1 - g) * y
+
+    ``eps ~ N(0, noise^2)`` for each scalar, in training only. The last bias starts at +4, so g starts near 0.98: copy.
+    """
+
+    kind: Literal["gate"] = "gate"
+    tau: PositiveFloat = 1.0
+    bias: Float = 4.0
+    """Where the last bias starts."""
+    noise: NonNegativeFloat = 0.1
+
+    def build(self, shape: Shape) -> nn.Module:
+        return GateModule(self, shape.d_model)
+
+    def cost(self, shape: Shape) -> Cost:
+        d = shape.d_model
+        first, second = linear(2 * d, d, True), linear(d, d, True)
+        return Cost(first.params + second.params + 2 * d, first.flops + second.flops)
+
+
+class OverwriteModule(nn.Module):
+    def forward(self, h_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        return y_BTD
+
+
+class GateModule(nn.Module):
+    def __init__(self, config: Gate, d_model: int) -> None:
+        super().__init__()
+        self.config = config
+        self.state_norm = nn.LayerNorm(d_model, bias=False)
+        self.anchor_norm = nn.LayerNorm(d_model, bias=False)
+        self.hidden = nn.Linear(2 * d_model, d_model)
+        self.logit = nn.Linear(d_model, d_model)
+
+    def init_special(self) -> None:
+        """What the table of `alcoda.model.init` does not say: the gate starts near copy."""
+        self.logit.bias.fill_(self.config.bias)
+
+    def gate(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        """g, the share of the old state that each dimension of each token keeps, in [0, 1]."""
+        read_BTE = torch.cat([self.state_norm(h_BTD), self.anchor_norm(e_BTD)], -1)
+        logit_BTD = self.logit(F.silu(self.hidden(read_BTE))) / self.config.tau
+        if self.training and self.config.noise:
+            logit_BTD = torch.add(logit_BTD, torch.randn_like(logit_BTD), alpha=self.config.noise)
+        return torch.sigmoid(logit_BTD)
+
+    def forward(self, h_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        g_BTD = self.gate(h_BTD, e_BTD).to(h_BTD.dtype)
+        return torch.lerp(y_BTD.to(h_BTD.dtype), h_BTD, g_BTD)

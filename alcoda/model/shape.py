@@ -1,0 +1,43 @@
+"""The sizes that every part of a model is built from and costed with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """Sizes of one model. Shape suffixes of tensors: B batch, T queries, S keys, D model, H heads, G kv heads, K head
+    dim, F feed-forward, V vocabulary, R loops."""
+
+    d_model: int
+    n_heads: int
+    d_head: int
+    d_ff: int
+    seq_len: int
+    vocab_size: int
+    bias: bool
+
+
+class Cost(NamedTuple):
+    """What a part costs each time it is applied.
+
+    Attributes:
+        params: stored parameters (not multiplied by how often they are used).
+        flops: forward FLOPs a token: 2 a multiply-add of a matrix product; attention scores over ``seq_len`` keys.
+            Norms, activations, embedding look-ups and other elementwise work are not counted.
+        kv: numbers kept in the key cache a token.
+    """
+
+    params: int = 0
+    flops: int = 0
+    kv: int = 0
+
+
+def linear(d_in: int, d_out: int, bias: bool) -> Cost:
+    """Cost of ``y = W x (+ b)`` a token."""
+    return Cost(params=d_in * d_out + (d_out if bias else 0), flops=2 * d_in * d_out)
+
+
+def total(costs: dict[str, Cost]) -> Cost:
+    """The sum of named costs."""
+    return Cost(*(sum(column) for column in zip(*costs.values(), strict=True))) if costs else Cost()

@@ -1,0 +1,55 @@
+"""One progress bar for everything that takes more than two seconds. It goes to stderr, so that stdout stays readable by programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY_S = 15.0
+"""Without a terminal (a log file, CI) one line at most this often."""
+
+
+class Advance(Protocol):
+    """Says that ``n`` more units are done; ``note`` is shown beside the bar (loss, tokens/s)."""
+
+    def __call__(self, n: float = 1, note: str = "") -> None: ...
+
+
+@contextmanager
+def bar(description: str, total: float | None, done: float = 0) -> Iterator[Advance]:
+    """A bar of ``total`` units (None: a spinner) of which ``done`` are done already."""
+    if not sys.stderr.isatty():
+        yield _plain(description, total, done)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description, total=total, completed=int(done), note="")
+        yield lambda n=1, note="": progress.update(task, advance=n, note=note)
+
+
+def _plain(description: str, total: float | None, done: float) -> Advance:
+    last = time.monotonic()
+
+    def advance(n: float = 1, note: str = "") -> None:
+        nonlocal done, last
+        done += n
+        now = time.monotonic()
+        if now - last >= PLAIN_EVERY_S:
+            last = now
+            share = f"{done / total:4.0%}" if total else f"{done:g}"
+            print(f"{description}: {share} {note}".rstrip(), file=sys.stderr, flush=True)
+
+    return advance

@@ -1,0 +1,139 @@
+"""The main job: train a small elastic model on text that is always there, measure it at several depths, show it.
+
+Every part leaves a file in the run folder; a second run does only what is missing.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from alcoda import api
+from alcoda.data.prepare import Data, prepare
+from alcoda.files import read_json, write_json
+from alcoda.measure.bigram import Bigram
+from alcoda.train import checkpoint
+from alcoda.train.recipe import Recipe, load_recipe
+from alcoda.train.run import RunFolder
+
+RECIPE = Path(__file__).with_name("quickstart.yaml")
+PROMPTS = ("def main(", "import os\n", "class Queue:\n    ")
+TEMPERATURE = 0.0
+
+
+def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Train, evaluate, generate, report; returns what the command prints as its last line.
+
+    Args:
+        out: the run folder; what is done there already is used again.
+        fresh: delete the run first.
+        settings: ``"a.b=c"`` over the recipe.
+
+    Returns:
+        ``run``, ``report``, ``tokens``, ``params``, ``bits_per_byte`` (loops -> value), ``gain_8_over_1`` with its
+        interval, ``bigram_bits_per_byte``, ``wall_s`` and ``peak_rss_mb``; ``status`` is ``stopped`` where a signal
+        ended the training.
+    """
+    began = time.perf_counter()
+    say = Console(stderr=True, highlight=False).print
+    recipe = load_recipe(RECIPE, settings).resolved()
+    run = RunFolder(out)
+    if fresh:
+        _delete(run)
+    ledger = recipe.ledger()
+    say(f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.train.steps} steps, loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}")
+    trained = _train(recipe, run)
+    if trained.status == "stopped":
+        say(f"stopped at step {trained.train_step}; the same command goes on from there")
+        return {"run": str(run.path), "status": "stopped", "tokens": trained.tokens, "params": ledger.params}
+    say(f"[bold]2/4[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on")
+    scores = _evaluate(recipe, run)
+    for row in scores["by_depth"]:
+        say(f"      {row['loops']:>3} loops  {row['bits_per_byte']:.4f}  [{row['low']:.4f}, {row['high']:.4f}]")
+    say(f"      bigram   {scores['bigram_bits_per_byte']:.4f}")
+    say("[bold]3/4[/] the same prompt at two depths")
+    for sample in _samples(recipe, run)[:2]:
+        say(f"      [bold]{sample['loops']} loops[/]", sample["prompt"] + sample["text"].rstrip(), sep="\n", markup=False)
+    say("[bold]4/4[/] report")
+    page = api.report([run.path], run.report)
+    say(f"report: {page}\nnext:   alcoda generate {run.path} --prompt 'def main(' --loops 8\n        alcoda eval {run.path} --loops 1,3,6,12\n        alcoda train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated")
+    gain = next((g for g in scores["gain"] if (g["from_loops"], g["to_loops"]) == (1, 8)), None)
+    return {
+        "run": str(run.path),
+        "report": str(page),
+        "status": "finished",
+        "tokens": trained.tokens,
+        "params": ledger.params,
+        "bits_per_byte": scores["bits_per_byte"],
+        "gain_8_over_1": gain and {name: gain[name] for name in ("bits_per_byte", "low", "high")},
+        "bigram_bits_per_byte": scores["bigram_bits_per_byte"],
+        "train_s": round(trained.wall_s, 1),
+        "wall_s": round(time.perf_counter() - began, 1),
+        "peak_rss_mb": round(peak_rss_bytes() / 1e6),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _delete(run: RunFolder) -> None:
+    import shutil
+
+    if run.path.exists():
+        run.check()  # never delete what is not a run
+        with run.locked():
+            shutil.rmtree(run.path)
+
+
+def _train(recipe: Recipe, run: RunFolder) -> api.TrainResult:
+    begun = run.exists
+    if not begun or not checkpoint.listed(run.checkpoints) or checkpoint.step_of(checkpoint.listed(run.checkpoints)[-1]) < recipe.train.steps:
+        for stale in (run.eval_json, run.samples_json):
+            stale.unlink(missing_ok=True)
+    return api.train(recipe, run.path, resume=begun)
+
+
+def _evaluate(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
+    if run.eval_json.exists():
+        scores = read_json(run.eval_json)
+        if scores.get("bigram_bits_per_byte") is not None:
+            return {**scores, "bits_per_byte": {int(n): v for n, v in scores["bits_per_byte"].items()}}
+    lm = api.load(run.path)
+    scores = api.evaluate(lm).to_json()
+    scores["bigram_bits_per_byte"] = bigram_bits_per_byte(prepare(recipe.data, lm.tokenizer))
+    write_json(run.eval_json, scores)
+    return scores
+
+
+def _samples(recipe: Recipe, run: RunFolder) -> list[dict[str, Any]]:
+    if not run.samples_json.exists():
+        lm = api.load(run.path)
+        depths = sorted({1, recipe.model.n_loops})
+        drawn = api.samples(lm, PROMPTS, depths, max_tokens=64, temperature=TEMPERATURE)
+        write_json(run.samples_json, [asdict(sample) for sample in drawn])
+    return read_json(run.samples_json)
+
+
+def bigram_bits_per_byte(data: Data) -> float:
+    """A bigram model fitted on the training tokens, on the validation tokens: what a model must beat to have learnt
+    anything beyond neighbours."""
+    train = np.concatenate([s.read(0, s.n_tokens) for s in data.split("train").values()])
+    bigram = Bigram.fit(train, data.tokenizer.vocab_size)
+    nats, n_bytes = 0.0, 0
+    for stream in data.split("valid").values():
+        tokens = stream.read(0, stream.n_tokens)
+        bytes_N = data.tokenizer.token_bytes_V[tokens[1:]]
+        nats += float((bigram.nats(tokens[:-1], tokens[1:]) * (bytes_N > 0)).sum())
+        n_bytes += int(bytes_N.sum())
+    return nats / float(np.log(2)) / n_bytes

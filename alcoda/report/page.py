@@ -1,0 +1,83 @@
+"""`write_report`: one HTML file that needs nothing else, about one run or comparing several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from alcoda.errors import RunError, UsageError
+from alcoda.report import record, results
+from alcoda.report.markup import esc
+from alcoda.report.read import Run, read_runs
+
+_PARTS = {
+    "training": "Training",
+    "depth": "Depth",
+    "cost": "Cost",
+    "samples": "Samples",
+    "config": "Config",
+    "provenance": "Provenance",
+}
+
+
+def write_report(runs: Sequence[Path], out: Path) -> Path:
+    """Write the report about the run folders ``runs`` to the file ``out`` and return ``out``.
+
+    The file is complete or not there at all: it is written beside its place and then renamed. The same folders give
+    the same bytes. Raises `UsageError` where a folder is not a run, ``out`` cannot be a file or matplotlib is missing,
+    `RunError` where a file of a run is damaged or the disk refuses.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder; give the file to write, such as {out / 'report.html'}")
+    text = render(read_runs(runs))
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, out)
+    except OSError as error:
+        raise RunError(f"{out}: the report cannot be written ({error})") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return out
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as HTML text. Raises `UsageError` where matplotlib is missing."""
+    style = files("alcoda.report").joinpath("page.css").read_text(encoding="utf-8")
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    links = "\n".join(f'<a href="#{key}">{name}</a>' for key, name in _PARTS.items())
+    body = [
+        results.headline(runs),
+        f'<nav aria-label="Sections">\n{links}\n</nav>',
+        results.training(runs),
+        results.depth(runs),
+        results.cost(runs),
+        record.samples(runs),
+        record.config(runs),
+        record.provenance(runs),
+    ]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{esc(title)} · alcoda report</title>",
+            f"<style>\n{style}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            *body,
+            "</main>",
+            "<footer><p>Written by <code>alcoda report</code>. This file is complete in itself.</p></footer>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )

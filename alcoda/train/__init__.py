@@ -1,0 +1,1 @@
+"""Training: a recipe becomes a run folder with checkpoints, metrics and provenance."""

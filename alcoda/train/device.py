@@ -1,0 +1,60 @@
+"""Where a model runs, and in which precision."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alcoda.errors import UsageError
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """``auto``: the GPU if there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device=cuda, but torch sees no GPU here: set device to auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bf16 matrices: a GPU since Ampere, or a CPU with AMX or AVX512-BF16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto``: bfloat16 where the hardware has it, else float32."""
+    if name == "auto":
+        name = "bfloat16" if has_fast_bf16(device) else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Autocast to bf16, or nothing for float32."""
+    return torch.autocast(device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The machine, for the record of a run."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "device": device.type,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "platform": platform.platform(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,77 @@
+"""A run folder back in memory: model, tokenizer, recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alcoda.data.tokenizer import Tokenizer
+from alcoda.errors import RunError, UsageError
+from alcoda.model.lm import RecurrentLM
+from alcoda.train import checkpoint
+from alcoda.train.device import pick_device, pick_dtype
+from alcoda.train.recipe import Recipe
+from alcoda.train.run import RunFolder
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with what it needs.
+
+    Attributes:
+        run: the folder.
+        recipe: resolved.
+        model: in evaluation mode, fp32 weights.
+        tokenizer: the one that it was trained with.
+        dtype: what its passes are computed in (autocast).
+        train_step: of the checkpoint that was loaded.
+    """
+
+    run: RunFolder
+    recipe: Recipe
+    model: RecurrentLM
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    train_step: int
+
+
+def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:
+    """Load the ``best`` (lowest validation loss at n_loops) or the ``last`` checkpoint of a run, or ``step_XXXXXXXX``.
+
+    Raises:
+        UsageError: no run there, or no such checkpoint.
+        RunError: a damaged checkpoint, or a tokenizer that is not the one it was trained with.
+    """
+    run = RunFolder(path).check()
+    recipe = run.recipe()
+    where = pick_checkpoint(run, which)
+    manifest = checkpoint.check(where)
+    tokenizer = run.load_tokenizer()
+    if tokenizer.sha256 != manifest["tokenizer_sha256"]:
+        raise RunError(
+            f"{run.tokenizer} is not the tokenizer that {where.name} was trained with: put back the one of the run"
+        )
+    on = pick_device(device)
+    model = checkpoint.build(recipe.model, on)
+    checkpoint.load_weights(where, model)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, pick_dtype(dtype, on), manifest["train_step"])
+
+
+def pick_checkpoint(run: RunFolder, which: str) -> Path:
+    """The folder of a checkpoint: ``best``, ``last``, or its name."""
+    saved = checkpoint.listed(run.checkpoints)
+    if not saved:
+        raise UsageError(f"{run.path} has no checkpoint yet: train on with --resume")
+    if which == "last":
+        return saved[-1]
+    if which == "best":
+        best: Any = checkpoint.check(saved[-1]).get("best")
+        step = best["train_step"] if best else checkpoint.step_of(saved[-1])
+        return next((p for p in saved if checkpoint.step_of(p) == step), saved[-1])
+    names = [p.name for p in saved]
+    if which not in names:
+        raise UsageError(f"{run.path} has no checkpoint {which!r}: give best, last, or one of {', '.join(names)}")
+    return run.checkpoints / which

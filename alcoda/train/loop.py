@@ -1,0 +1,395 @@
+"""The training loop: draw a depth, run the batch, step, log, validate, save. One process, one device."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from alcoda import progress
+from alcoda.data.batches import Batch
+from alcoda.data.prepare import Data, prepare
+from alcoda.data.tokenizer import Tokenizer
+from alcoda.depth.sample import LoopPlan
+from alcoda.errors import RunError, UsageError
+from alcoda.files import write_text
+from alcoda.model.cost import TrainingDepth, ledger
+from alcoda.train import checkpoint
+from alcoda.train.device import autocast, describe, pick_device, pick_dtype
+from alcoda.train.recipe import Recipe
+from alcoda.train.run import RunFolder, provenance
+from alcoda.train.score import score
+from alcoda.train.track import Trackers
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        run: its folder.
+        status: ``finished``, or ``stopped`` by a signal (resume it).
+        train_step: steps done.
+        tokens: tokens trained on, repeats counted.
+        loss: of the last step, nats a token.
+        best_bits_per_byte: the lowest validation figure at the model's n_loops; None before the first validation.
+        executed_flops: training FLOPs by the ledger's convention, at the depths that were drawn.
+        wall_s: seconds spent in training, all sessions together.
+    """
+
+    run: Path
+    status: str
+    train_step: int
+    tokens: int
+    loss: float | None
+    best_bits_per_byte: float | None
+    executed_flops: float
+    wall_s: float
+
+
+def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
+    """Train ``recipe`` in the folder ``out``, from the start or from its newest checkpoint.
+
+    SIGINT and SIGTERM save a checkpoint and return a result whose status is ``stopped``.
+
+    Raises:
+        UsageError: the recipe or the folder does not allow it.
+        RunError: a damaged checkpoint, a full disk, a loss that is not finite.
+    """
+    recipe, run = recipe.resolved(), RunFolder(out)
+    device = pick_device(recipe.train.device)
+    dtype = pick_dtype(recipe.train.dtype, device)
+    run.check_begin(recipe, resume)
+    with run.locked():
+        run.check_begin(recipe, resume)
+        tokenizer = run.load_tokenizer() if run.tokenizer.exists() else None
+        data = prepare(recipe.data, tokenizer)
+        check_vocabulary(recipe, data.tokenizer)
+        trainer = Trainer(recipe, run, data, device, dtype)
+        # All that can be refused has been: from here on the folder is a run.
+        write_text(run.recipe_yaml, recipe.to_yaml())
+        if tokenizer is None:
+            data.tokenizer.save(run.tokenizer)
+        return trainer.run_to_end(resume)
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids the embedding does not hold."""
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens and model.vocab_size is {recipe.model.vocab_size:,}: "
+            f"raise model.vocab_size to {tokenizer.vocab_size} or more, or take a smaller tokenizer"
+        )
+
+
+class Trainer:
+    """One run in progress."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder, data: Data, device: torch.device, dtype: torch.dtype) -> None:
+        self.recipe, self.run, self.data, self.device, self.dtype = recipe, run, data, device, dtype
+        self.model = checkpoint.build(recipe.model, device).init(recipe.train.seed)
+        self.batches = data.batches(recipe.train.batch_size, recipe.model.seq_len, recipe.data.seed)
+        self.optimizers = recipe.train.optimizer.build(self.model)
+        self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.token_bytes_V = data.tokenizer.token_bytes_V
+        self.train_step = 0
+        self.tokens = 0
+        self.executed_flops = 0.0
+        self.wall_s = 0.0
+        self.loss: float | None = None
+        self.best: dict[str, Any] | None = None
+        self.batch_state: Any = None
+        self.saved_step: int | None = None
+        self.step_flops = lru_cache(maxsize=None)(self._step_flops)
+
+    def run_to_end(self, resume: bool) -> TrainResult:
+        """Train until the recipe's last step or a signal."""
+        torch.manual_seed(self.recipe.train.seed)
+        if resume:
+            self._restore()
+        self._begin_record()
+        if self.recipe.train.compile:
+            self._compile()
+        trackers = Trackers(self.recipe, self.run, self.train_step)
+        status = "failed"
+        try:
+            with stop_on_signal() as stop:
+                status = self._loop(trackers, stop)
+        finally:
+            trackers.close()
+            self.run.update_record(status=status, result=self._result_json())
+        return TrainResult(
+            self.run.path,
+            status,
+            self.train_step,
+            self.tokens,
+            self.loss,
+            self.best and self.best["bits_per_byte"],
+            self.executed_flops,
+            self.wall_s,
+        )
+
+    def _loop(self, trackers: Trackers, stop: threading.Event) -> str:
+        config = self.recipe.train
+        self.model.train()
+        since = _Window(self.wall_s, self.tokens)
+        began = time.perf_counter() - self.wall_s
+        with progress.bar("training", config.steps, self.train_step) as advance:
+            while self.train_step < config.steps:
+                if stop.is_set():
+                    self._save()
+                    return "stopped"
+                batch, batch_state = next(self.batches)
+                plan = self.recipe.depth.draw(config.seed, self.train_step)
+                lr = self._set_lr()
+                loss, grad_norm = self._step(batch, plan)
+                self.train_step += 1
+                self.batch_state = batch_state
+                self.tokens += batch.inputs_BT.size
+                self.executed_flops += self.step_flops(plan) * batch.inputs_BT.size
+                self.loss, self.wall_s = loss, time.perf_counter() - began
+                since.add(plan.n_loops)
+                last = self.train_step == config.steps
+                if self.train_step % config.log_every == 0 or last or self.train_step == 1:
+                    record = since.record(self, loss, grad_norm, lr, plan)
+                    trackers.log(record)
+                    since = _Window(self.wall_s, self.tokens)
+                note = f"loss {loss:.3f}  {since.tokens_per_s(self):,.0f} tokens/s  {since.mean_loops():.1f} loops"
+                advance(1, note)
+                if self.train_step % self.recipe.eval.every == 0 or last:
+                    self._validate(trackers)
+                if self.train_step % config.checkpoint_every == 0 or last:
+                    self._save()
+        return "finished"
+
+    def _step(self, batch: Batch, plan: LoopPlan) -> tuple[float, float]:
+        """One optimizer step; the loss in nats a token, and the norm of the gradients before clipping."""
+        config = self.recipe.train
+        inputs_BT = torch.from_numpy(batch.inputs_BT).to(self.device)
+        targets_BT = torch.from_numpy(batch.targets_BT).to(self.device)
+        n_scored = max(int((batch.targets_BT >= 0).sum()), 1)
+        total = 0.0
+        for inputs, targets in zip(
+            inputs_BT.chunk(config.micro_batches), targets_BT.chunk(config.micro_batches), strict=True
+        ):
+            with autocast(self.device, self.dtype):
+                loss = self.recipe.objective.loss_sum(self.model, inputs, targets, plan, config.recompute) / n_scored
+            loss.backward()
+            total += loss.item()
+        if not math.isfinite(total):
+            raise RunError(self._not_finite("loss", total, batch, plan))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf).item()
+        if not math.isfinite(norm):
+            raise RunError(self._not_finite("gradient norm", norm, batch, plan))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+    def _not_finite(self, what: str, value: float, batch: Batch, plan: LoopPlan) -> str:
+        good = checkpoint.listed(self.run.checkpoints)
+        from_where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
+        where = "; ".join(batch.where[:4]) + (f"; and {len(batch.where) - 4} more rows" if len(batch.where) > 4 else "")
+        return (
+            f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
+            f"Nothing was saved of that step; {from_where}. Lower the learning rate (train.optimizer.lr), clip harder "
+            "(train.clip), or train in float32 (train.dtype)"
+        )
+
+    def _set_lr(self) -> float:
+        factor = self.recipe.train.schedule.factor(self.train_step, self.recipe.train.steps)
+        for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+        return self.peak_lrs[0][0] * factor
+
+    def _validate(self, trackers: Trackers) -> None:
+        config, at_nominal = self.recipe.eval, {}
+        for name, stream in self.data.split("valid").items():
+            nats_L, n_bytes, n_scored = 0.0, 0, 0
+            for scored in score(
+                self.model,
+                stream,
+                self.token_bytes_V,
+                config.loops,
+                batch_size=config.batch_size,
+                max_tokens=config.tokens,
+                dtype=self.dtype,
+            ):
+                nats_L = nats_L + scored.nats_LN.sum(1)
+                n_bytes += int(scored.bytes_N.sum())
+                n_scored += int((scored.bytes_N > 0).sum())
+            for loops, nats in zip(config.loops, nats_L, strict=True):
+                bits = float(nats) / math.log(2) / n_bytes
+                trackers.log(
+                    {
+                        "type": "eval",
+                        "train_step": self.train_step,
+                        "source": name,
+                        "loops": loops,
+                        "loss": float(nats) / n_scored,
+                        "bits_per_byte": bits,
+                    }
+                )
+                if loops == self.recipe.model.n_loops:
+                    at_nominal[name] = bits
+        bits = sum(at_nominal.values()) / len(at_nominal)
+        if self.best is None or bits < self.best["bits_per_byte"]:
+            self.best = {"train_step": self.train_step, "bits_per_byte": bits}
+            self._save()
+
+    def _save(self) -> None:
+        if self.saved_step == self.train_step:
+            # Only what the manifest says may have changed since (the best step); the weights have not.
+            return
+        state = {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            "batches": self.batch_state,
+            "train_step": self.train_step,
+            "tokens": self.tokens,
+            "executed_flops": self.executed_flops,
+            "wall_s": self.wall_s,
+            "loss": self.loss,
+            "best": self.best,
+        }
+        about = {"tokens": self.tokens, "tokenizer_sha256": self.data.tokenizer.sha256, "best": self.best}
+        checkpoint.save(self.run.checkpoints, self.train_step, self.model, state, about)
+        self.saved_step = self.train_step
+        checkpoint.prune(
+            self.run.checkpoints, self.recipe.train.keep_checkpoints, self.best["train_step"] if self.best else None
+        )
+
+    def _restore(self) -> None:
+        saved = checkpoint.listed(self.run.checkpoints)
+        if not saved:
+            return  # killed before its first checkpoint: the same as a new start
+        newest = saved[-1]
+        manifest = checkpoint.check(newest)
+        if manifest["tokenizer_sha256"] != self.data.tokenizer.sha256:
+            raise UsageError(
+                f"the tokenizer of {self.run.path} is not the one that {newest.name} was trained with: put back the "
+                "tokenizer.json of the run"
+            )
+        checkpoint.load_weights(newest, self.model)
+        state = checkpoint.load_train_state(newest)
+        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        self.best = state["best"]
+        self.batch_state = state["batches"]
+        if self.batch_state is not None:
+            rows, seq_len = self.recipe.train.batch_size, self.recipe.model.seq_len
+            self.batches = self.data.batches(rows, seq_len, self.recipe.data.seed, self.batch_state)
+        self.train_step, self.tokens, self.loss = state["train_step"], state["tokens"], state["loss"]
+        self.executed_flops, self.wall_s = state["executed_flops"], state["wall_s"]
+        self.saved_step = self.train_step
+
+    def _compile(self) -> None:
+        for stack in (self.model.prelude, self.model.core, self.model.coda):
+            stack.compile()
+
+    def _step_flops(self, plan: LoopPlan) -> float:
+        depth = TrainingDepth(plan.n_loops, plan.n_grad, self.recipe.train.recompute)
+        return ledger(self.recipe.model, None, depth).training_flops_per_token
+
+    def _begin_record(self) -> None:
+        recipe = self.recipe
+        record = {
+            "name": recipe.name,
+            "description": recipe.description,
+            "status": "running",
+            **provenance(),
+            "seeds": {"train": recipe.train.seed, "data": recipe.data.seed},
+            "machine": describe(self.device, self.dtype),
+            "data": self.data.describe(),
+            "ledger": recipe.ledger().to_json(),
+            "depth": {
+                "kind": recipe.depth.kind,
+                "mean": recipe.depth.mean_loops,
+                "max": recipe.depth.max_loops,
+            },
+            "result": None,
+        }
+        if self.run.run_json.exists():
+            before = self.run.record()
+            record["created"] = before["created"]
+            record["sessions"] = [*before.get("sessions", []), {k: before[k] for k in ("commit", "command", "machine")}]
+        self.run.update_record(**record)
+
+    def _result_json(self) -> dict[str, Any]:
+        return {
+            "train_step": self.train_step,
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "best": self.best,
+            "executed_flops": self.executed_flops,
+            "wall_s": self.wall_s,
+        }
+
+
+class _Window:
+    """What happened since the last logged step."""
+
+    def __init__(self, wall_s: float, tokens: int) -> None:
+        self.wall_s, self.tokens, self.loops = wall_s, tokens, []
+
+    def add(self, n_loops: int) -> None:
+        self.loops.append(n_loops)
+
+    def mean_loops(self) -> float:
+        return sum(self.loops) / len(self.loops) if self.loops else 0.0
+
+    def tokens_per_s(self, trainer: Trainer) -> float:
+        return (trainer.tokens - self.tokens) / max(trainer.wall_s - self.wall_s, 1e-9)
+
+    def record(self, trainer: Trainer, loss: float, grad_norm: float, lr: float, plan: LoopPlan) -> dict[str, Any]:
+        return {
+            "type": "train",
+            "train_step": trainer.train_step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "loops": plan.n_loops,
+            "mean_loops": self.mean_loops(),
+            "tokens": trainer.tokens,
+            "tokens_per_s": self.tokens_per_s(trainer),
+            "executed_flops": trainer.executed_flops,
+            "elapsed_s": trainer.wall_s,
+        }
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[threading.Event]:
+    """Set by the first SIGINT or SIGTERM; a second one acts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: Any) -> None:
+        stop.set()
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

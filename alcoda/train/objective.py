@@ -1,0 +1,39 @@
+"""Objective: what a training step minimises."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from alcoda.config import Choice
+from alcoda.depth.sample import LoopPlan
+from alcoda.model.lm import RecurrentLM
+
+IGNORED = -100
+"""Targets that are not scored (torch's own convention)."""
+
+
+class Objective(Choice, axis="objective"):
+    """A loss over the read-outs of one pass."""
+
+    def loss_sum(
+        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
+    ) -> Tensor:
+        """The loss in nats, summed over the targets that are scored."""
+        raise NotImplementedError
+
+
+class NextToken(Objective):
+    """Cross-entropy of the next token after the last loop."""
+
+    kind: Literal["next_token"] = "next_token"
+
+    def loss_sum(
+        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
+    ) -> Tensor:
+        y_BTD = next(model.readouts(inputs_BT, [plan.n_loops], n_free=plan.n_free, recompute=recompute))
+        return F.linear_cross_entropy(
+            y_BTD.flatten(0, 1), model.head_weight_VD, targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
+        )

@@ -1,0 +1,89 @@
+"""Optimizers by parameter group, and the learning rate over time. All of it is torch's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from alcoda.config import Choice, Config, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+
+class OptimizerConfig(Choice, axis="optimizer"):
+    """How gradients become steps."""
+
+    def build(self, model: nn.Module) -> list[Optimizer]:
+        """One or two optimizers that between them own every parameter once."""
+        raise NotImplementedError
+
+
+class AdamW(OptimizerConfig):
+    """AdamW (Loshchilov and Hutter 2019). Weight decay acts on matrices and embeddings, not on vectors."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+
+    def build(self, model: nn.Module) -> list[Optimizer]:
+        return [self.over(list(model.parameters()))]
+
+    def over(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """The optimizer over some of the parameters."""
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+
+class Muon(OptimizerConfig):
+    """torch's Muon (Jordan et al. 2024) for the matrices of the blocks, gate and adapter; AdamW for all else."""
+
+    kind: Literal["muon"] = "muon"
+    lr: PositiveFloat = 0.02
+    momentum: PositiveFloat = 0.95
+    weight_decay: NonNegativeFloat = 0.1
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """How the step scales with a matrix's shape (torch.optim.Muon)."""
+    adamw: AdamW = AdamW()
+    """For embeddings, head, norms and biases."""
+
+    def build(self, model: nn.Module) -> list[Optimizer]:
+        matrices = [
+            module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not model.head
+        ]
+        owned = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in owned]
+        muon = torch.optim.Muon(
+            matrices,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            adjust_lr_fn=self.adjust_lr_fn,
+        )
+        return [muon, self.adamw.over(rest)]
+
+
+class Schedule(Config):
+    """Linear warm-up from 0, then decay to ``final`` times the learning rate at the last step."""
+
+    warmup_steps: NonNegativeInt = 100
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_fraction: PositiveFloat = 1.0
+    """The share of the steps after warm-up, at the end, over which the rate decays; before, it stays at its peak."""
+    final: NonNegativeFloat = 0.1
+
+    def factor(self, train_step: int, n_steps: int) -> float:
+        """What the learning rate of step ``train_step`` (0-based) is multiplied by."""
+        if train_step < self.warmup_steps:
+            return (train_step + 1) / self.warmup_steps
+        span = max((n_steps - self.warmup_steps) * min(self.decay_fraction, 1.0), 1)
+        done = min(max((train_step - (n_steps - span)) / span, 0.0), 1.0)
+        shape = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[self.decay]
+        return self.final + (1 - self.final) * shape

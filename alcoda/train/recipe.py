@@ -1,0 +1,185 @@
+"""The recipe: everything that a run is made from, in one YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import model_validator
+
+from alcoda.config import Bool, Config, NonNegativeInt, PositiveFloat, PositiveInt, validate
+from alcoda.data.config import DataConfig
+from alcoda.depth.sample import Depth, Fixed
+from alcoda.errors import UsageError, did_you_mean
+from alcoda.model.config import ModelConfig
+from alcoda.model.cost import Ledger, TrainingDepth, ledger
+from alcoda.train.objective import NextToken, Objective
+from alcoda.train.optim import AdamW, OptimizerConfig, Schedule
+
+
+class TrainConfig(Config):
+    """How the weights are trained. One train step sees batch_size x seq_len tokens, in micro_batches parts."""
+
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 8
+    """Rows of seq_len tokens in one optimizer step."""
+    micro_batches: PositiveInt = 1
+    """Gradient accumulation: the batch is run in so many parts. Must divide batch_size."""
+    seed: NonNegativeInt = 0
+    """Of the initial weights, the noise and the depths."""
+    optimizer: OptimizerConfig = AdamW()
+    schedule: Schedule = Schedule()
+    clip: PositiveFloat | None = 1.0
+    """The norm that gradients are clipped to; null: not at all."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """bfloat16 means autocast. auto: where the hardware multiplies in it (GPU, or CPU with AMX or AVX512-BF16)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Bool = False
+    """torch.compile of prelude, core and coda (the pass, not the loop). Needs a C++ compiler on a CPU."""
+    recompute: Bool = False
+    """Activation checkpointing: keep one state a loop, run the loop again in the backward pass."""
+    checkpoint_every: PositiveInt = 500
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay; the best one stays too."""
+    log_every: PositiveInt = 10
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.batch_size % self.micro_batches:
+            fits = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            raise ValueError(f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}: one of {fits}")
+        return self
+
+
+class EvalConfig(Config):
+    """Validation during training."""
+
+    every: PositiveInt = 250
+    tokens: PositiveInt = 20_000
+    """At most so many tokens of each validation source."""
+    loops: tuple[PositiveInt, ...] = ()
+    """Depths to score; the model's n_loops where empty. The deepest but n_loops decides nothing: `best` is at n_loops."""
+    batch_size: PositiveInt = 8
+
+
+class TrackConfig(Config):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: Bool = False
+    wandb: Literal["off", "online", "offline"] = "off"
+    project: str = "alcoda"
+
+
+class Recipe(Config):
+    """One run: a model, the depths that it trains at, data, and how it is trained."""
+
+    name: str = "run"
+    description: str = ""
+    model: ModelConfig = ModelConfig()
+    depth: Depth = Fixed()
+    objective: Objective = NextToken()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    track: TrackConfig = TrackConfig()
+
+    @model_validator(mode="after")
+    def _dense_has_one_depth(self) -> Self:
+        if not self.model.is_recurrent and not (isinstance(self.depth, Fixed) and self.depth.loops in (None, 1)):
+            raise ValueError(f"depth {self.depth.kind!r} with n_core=0: a dense model has one depth; set depth to fixed")
+        return self
+
+    def resolved(self) -> Recipe:
+        """The recipe with the depths that were left to the model's n_loops filled in."""
+        depth = self.depth.resolve(self.model.n_loops)
+        for n_loops in self.eval.loops:
+            self.model.check_loops(n_loops, "eval.loops")
+        loops = tuple(sorted({*self.eval.loops, self.model.n_loops}))
+        return self.model_copy(update={"depth": depth, "eval": self.eval.model_copy(update={"loops": loops})})
+
+    def ledger(self, loops: int | None = None) -> Ledger:
+        """The cost of the model at ``loops`` loops, trained at this recipe's depths."""
+        depth = self.depth.resolve(self.model.n_loops)
+        training = TrainingDepth(depth.mean_loops, depth.mean_grad_loops, self.train.recompute)
+        return ledger(self.model, loops, training)
+
+    def to_yaml(self) -> str:
+        """As the run folder keeps it; `load_recipe` reads it back unchanged."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where PyYAML would keep the last one silently."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    found: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in found:
+            raise UsageError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+        found[key] = loader.construct_object(value_node, deep=True)
+    return found
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """YAML as data; a syntax error names the place."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        raise UsageError(f"{what} is not valid YAML:{where} {getattr(error, 'problem', error)}") from None
+
+
+def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with ``settings`` (``"a.b=c"``, c read as YAML) put over it.
+
+    Raises:
+        UsageError: no such file, not YAML, or an entry that the recipe does not take.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UsageError(f"cannot read the recipe {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a text file: a recipe is a YAML file") from None
+    data = parse_yaml(text, str(path))
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no recipe: a mapping with {', '.join(Recipe.model_fields)} was expected")
+    data.setdefault("name", path.stem)
+    if not settings:
+        return validate(Recipe, data, str(path))
+    # Over the full dump, so that a setting below a default (`model.inject.noise`) has something to stand in.
+    data = validate(Recipe, data, str(path)).model_dump(mode="json")
+    for setting in settings:
+        apply_setting(data, setting)
+    return validate(Recipe, data, "the recipe after --set")
+
+
+def apply_setting(data: dict[str, Any], setting: str) -> None:
+    """Put one ``a.b=c`` into nested mappings, in place."""
+    name, equals, text = setting.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise UsageError(f"--set {setting}: write it as name.name=value, for example train.steps=500")
+    here: Any = data
+    for depth, key in enumerate(keys[:-1]):
+        inner = here.get(key) if isinstance(here, dict) else None
+        if not isinstance(inner, dict):
+            path = ".".join(keys[: depth + 1])
+            allowed = [k for k, v in here.items() if isinstance(v, dict)]
+            hint = did_you_mean(key, allowed) if allowed else "."
+            raise UsageError(f"--set {setting}: {path} has nothing below it{hint}")
+        here = inner
+    value = parse_yaml(text, f"the value of --set {name}")
+    if keys[-1] == "kind":
+        here.clear()  # the fields of the kind before do not fit the new one
+    here[keys[-1]] = value

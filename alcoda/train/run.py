@@ -1,0 +1,180 @@
+"""The run folder: what a run leaves behind, and who may write to it.
+
+    recipe.yaml        the resolved config
+    run.json           versions, commit, seeds, machine, data, ledger, state of the run
+    metrics.jsonl      a line a logged step, a line a validation
+    tokenizer.json
+    checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
+    eval.json, samples.json, report.html        (by the commands of these names)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from alcoda.data.tokenizer import Tokenizer
+from alcoda.data.vocabulary import File
+from alcoda.errors import RunError, UsageError
+from alcoda.files import disk, read_json, write_json
+from alcoda.train.recipe import Recipe, load_recipe
+
+MAY_CHANGE = (
+    "description",
+    "eval.batch_size",
+    "track",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.log_every",
+)
+"""Entries that do not change the weights of a run, so that a resumed run may set them anew."""
+
+
+class RunFolder:
+    """Paths and records of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe_yaml = self.path / "recipe.yaml"
+        self.run_json = self.path / "run.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tokenizer = self.path / "tokenizer.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.eval_json = self.path / "eval.json"
+        self.samples_json = self.path / "samples.json"
+        self.report = self.path / "report.html"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return self.recipe_yaml.exists()
+
+    def check(self) -> RunFolder:
+        """The folder, if a run is in it; UsageError otherwise."""
+        if not self.path.exists():
+            raise UsageError(f"there is no run at {self.path}: give the folder that alcoda train wrote (--out)")
+        if not self.exists:
+            raise UsageError(f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out)")
+        return self
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe that the run was begun with."""
+        return load_recipe(self.check().recipe_yaml)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that the run was begun with."""
+        config = self.recipe().data.tokenizer
+        return Tokenizer.load(self.tokenizer, config.eot if isinstance(config, File) else None, config.kind)
+
+    def check_begin(self, recipe: Recipe, resume: bool) -> None:
+        """Refuse a new run where one is, a resumed one where none is, and a resumed one with another config."""
+        if not self.exists:
+            if resume:
+                raise UsageError(f"there is no run at {self.path} to resume: leave --resume out to begin one")
+            if self.path.exists() and any(p.name != ".lock" for p in self.path.iterdir()):
+                raise UsageError(f"{self.path} is not empty and holds no run: give another --out (nothing was written)")
+            return
+        if not resume:
+            raise UsageError(f"{self.path} holds a run already: add --resume to go on with it, or give another --out")
+        before, now = (flatten(r.model_dump(mode="json")) for r in (self.recipe(), recipe))
+        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not _may_change(key)]
+        if changed:
+            lines = "".join(f"\n  {key}: {before.get(key)!r} in the run, {now.get(key)!r} now" for key in changed)
+            raise UsageError(
+                f"{self.path} was begun with another config:{lines}\nResume with the same config, or begin a new run "
+                f"with another --out (only these may change: {', '.join(MAY_CHANGE)})"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder against other processes; the lock goes with the process, however it ends."""
+        with disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
+                raise UsageError(
+                    f"{self.path} is in use by another alcoda (process {holder}): wait for it, or give another --out"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            try:
+                yield
+            finally:
+                if [p.name for p in self.path.iterdir()] == [".lock"]:  # refused before anything was begun
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
+        finally:
+            os.close(descriptor)
+
+    def update_record(self, **fields: Any) -> None:
+        """Change some fields of run.json."""
+        record = read_json(self.run_json) if self.run_json.exists() else {}
+        write_json(self.run_json, {**record, **fields})
+
+    def record(self) -> dict[str, Any]:
+        """run.json."""
+        if not self.run_json.exists():
+            raise RunError(f"{self.run_json} is missing: the run ended before it began to train; resume or repeat it")
+        return read_json(self.run_json)
+
+
+def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as ``{"a.b": value}``."""
+    if not isinstance(data, dict):
+        return {prefix: data}
+    return {k: v for key, inner in data.items() for k, v in flatten(inner, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _may_change(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in MAY_CHANGE)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and command, for the record of a run."""
+    packages = ("alcoda", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
+    commit, dirty = _commit()
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "commit": commit,
+        "dirty": dirty,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of alcoda's own source, where it is a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed package may lie inside somebody else's repository: then its commit is not ours to name.
+    if git("ls-files", "--error-unmatch", __file__) is None:
+        return None, None
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD"), None if status is None else bool(status)

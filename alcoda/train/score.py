@@ -1,0 +1,79 @@
+"""Scoring: the nats of every token of a text at several depths, in one run of the model to the deepest.
+
+Text is cut into rows of ``seq_len`` tokens; each token is predicted from those before it in its row. Every token is
+scored once. End-of-text tokens stand for no bytes of text and are not scored (they are still read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from alcoda.data.splits import Stream
+from alcoda.model.lm import RecurrentLM
+from alcoda.train.device import autocast
+
+LOGIT_ROWS = 2048
+"""Tokens whose logits exist at one time."""
+
+
+class Scored(NamedTuple):
+    """Consecutive tokens of a text.
+
+    Attributes:
+        start: place of the first in the text.
+        nats_LN: natural-log loss of each, a row a depth; 0 where a token is not scored.
+        bytes_N: bytes of text that each stands for; 0 where it is not scored.
+    """
+
+    start: int
+    nats_LN: np.ndarray
+    bytes_N: np.ndarray
+
+
+@torch.no_grad()
+def score(
+    model: RecurrentLM,
+    stream: Stream,
+    token_bytes_V: np.ndarray,
+    loops: Sequence[int],
+    *,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Scored]:
+    """Score a stream, batch by batch; the model is in evaluation mode meanwhile."""
+    seq_len, device = model.config.seq_len, model.embed.weight.device
+    n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, n_tokens - 1, batch_size * seq_len):
+            stop = min(start + batch_size * seq_len, n_tokens - 1)
+            tokens = torch.from_numpy(stream.read(start, stop + 1).astype(np.int64))
+            n = stop - start
+            n_rows = -(-n // seq_len)
+            padded = torch.zeros(n_rows * seq_len, dtype=torch.int64)
+            padded[:n] = tokens[:-1]
+            inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
+            target_N = tokens[1:].to(device)
+            with autocast(device, dtype):
+                rows = [
+                    _nats(model, y_BTD.flatten(0, 1)[:n], target_N) for y_BTD in model.readouts(inputs_BT, loops)
+                ]
+            bytes_N = token_bytes_V[tokens[1:].numpy()]
+            yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N)
+    finally:
+        model.train(was_training)
+
+
+def _nats(model: RecurrentLM, y_ND: torch.Tensor, target_N: torch.Tensor) -> np.ndarray:
+    parts = [
+        F.cross_entropy(model.logits(y).float(), target, reduction="none")
+        for y, target in zip(y_ND.split(LOGIT_ROWS), target_N.split(LOGIT_ROWS), strict=True)
+    ]
+    return torch.cat(parts).double().cpu().numpy()

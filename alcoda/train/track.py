@@ -1,0 +1,116 @@
+"""Where metrics go: always metrics.jsonl in the run folder, TensorBoard and Weights & Biases on request."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from alcoda.errors import UsageError
+from alcoda.files import disk, write_text
+from alcoda.train.recipe import Recipe
+from alcoda.train.run import RunFolder
+
+
+class Tracker(Protocol):
+    """Takes one record a time: ``{"type": "train" | "eval", "train_step": ..., name: number, ...}``."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A line a record. Resuming from ``train_step`` drops the lines after it: they are about to be written again."""
+
+    def __init__(self, path: Path, train_step: int) -> None:
+        self.path = path
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # the line that a crash cut short
+            if record["train_step"] <= train_step:
+                kept.append(line + "\n")
+        write_text(path, "".join(kept))
+        self.file = path.open("a", encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        with disk(self.path):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars under ``train/`` and ``eval/SOURCE/loops_N/``."""
+
+    def __init__(self, folder: Path, train_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError("track.tensorboard needs the package tensorboard: pip install 'alcoda[track]'") from None
+        self.writer = SummaryWriter(str(folder), purge_step=train_step + 1)
+
+    def log(self, record: dict[str, Any]) -> None:
+        for name, value in scalars(record).items():
+            self.writer.add_scalar(name, value, record["train_step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """The same scalars in Weights & Biases; offline runs are kept in the run folder for ``wandb sync``."""
+
+    def __init__(self, recipe: Recipe, folder: Path, mode: str) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UsageError("track.wandb needs the package wandb: pip install 'alcoda[track]'") from None
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self.run = wandb.init(
+            project=recipe.track.project,
+            name=recipe.name,
+            dir=str(folder),
+            mode="online" if mode == "online" else "offline",
+            config=recipe.model_dump(mode="json"),
+        )
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.run.log({**scalars(record), "train_step": record["train_step"]})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackers:
+    """All of the above that the recipe asks for."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder, train_step: int) -> None:
+        self.all: list[Tracker] = [JsonLines(run.metrics, train_step)]
+        if recipe.track.tensorboard:
+            self.all.append(TensorBoard(run.path / "tensorboard", train_step))
+        if recipe.track.wandb != "off":
+            self.all.append(WandB(recipe, run.path, recipe.track.wandb))
+
+    def log(self, record: dict[str, Any]) -> None:
+        for tracker in self.all:
+            tracker.log(record)
+
+    def close(self) -> None:
+        for tracker in self.all:
+            tracker.close()
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record, named for a dashboard."""
+    prefix = record["type"]
+    if prefix == "eval":
+        prefix = f"eval/{record['source']}/loops_{record['loops']}"
+    skipped = ("type", "train_step", "source", "loops") if record["type"] == "eval" else ("type", "train_step")
+    return {f"{prefix}/{name}": value for name, value in record.items() if name not in skipped}

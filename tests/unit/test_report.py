@@ -1,0 +1,575 @@
+"""The report: one HTML file that is complete, well-formed, safe and the same each time, whatever the run lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alcoda.errors import RunError, UsageError
+from alcoda.report.curves import loss_figure, smooth, thin
+from alcoda.report.figures import depth_figure
+from alcoda.report.markup import duration, esc, human
+from alcoda.report.page import write_report
+from alcoda.report.read import read_run, read_runs
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
+DEPTHS = (1, 2, 4, 8, 16, 24)
+HOSTILE = '<script>alert("x")</script> & \x00 \ud800 "quoted"'
+
+RECIPE = """\
+name: {name}
+description: {description}
+model:
+  vocab_size: 4096
+  d_model: 256
+  n_prelude: 2
+  n_core: 2
+  n_coda: 2
+  block: {{norm: rmsnorm, attention: {{n_heads: 4, n_kv_heads: 2}}, mlp: {{kind: swiglu, d_ff: 704}}}}
+  recurrence: {{inject: {inject}, update: overwrite, keys: self}}
+depth: {{kind: lognormal, mean: {mean}, max: 24}}
+data:
+  seq_len: 256
+  sources: [{{name: pystdlib, weight: 0.7}}, {{name: manuals, weight: 0.3}}]
+train: {{train_steps: {steps}, batch_size: 16, lr: 0.003, warmup: 100, seed: {seed}}}
+eval: {{loops: [1, 2, 4, 8, 16, 24]}}
+"""
+
+
+def ledger(loops: float, d_model: int = 256) -> dict[str, Any]:
+    """A ledger whose terms sum to its totals."""
+    square = d_model * d_model
+    shapes = [  # name, params, times used, attended
+        ("embedding", 4096 * d_model, 0, False),
+        ("prelude.attention.projections", 2 * 3 * square, 2, False),
+        ("prelude.attention.scores", 0, 2, True),
+        ("prelude.mlp", 2 * 8 * square, 2, False),
+        ("core.inject", 2 * square, loops, False),
+        ("core.attention.projections", 2 * 3 * square, loops, False),
+        ("core.attention.scores", 0, 2 * loops, True),
+        ("core.mlp", 2 * 8 * square, loops, False),
+        ("coda.attention.projections", 2 * 3 * square, 2, False),
+        ("coda.attention.scores", 0, 2, True),
+        ("coda.mlp", 2 * 8 * square, 2, False),
+        ("norms", 13 * d_model, 0, False),
+        ("head", 4096 * d_model, 1, False),
+    ]
+    terms = []
+    for name, params, times, attended in shapes:
+        stage_times = times if name.startswith("core") else min(times, 1)
+        forward = 2 * params * stage_times + (2 * 2 * 256 * d_model * times if attended else 0)
+        kv_bytes = int(2 * 2 * 2 * 64 * times) if attended else 0
+        terms.append(
+            {
+                "name": name,
+                "params": params,
+                "forward_flops": forward,
+                "training_flops": 3 * forward,
+                "kv_bytes": kv_bytes,
+            }
+        )
+    forward_flops = sum(term["forward_flops"] for term in terms)
+    return {
+        "loops": loops,
+        "seq_len": 256,
+        "params": sum(term["params"] for term in terms),
+        "effective_params": sum(term["params"] * (loops if "core" in term["name"] else 1) for term in terms),
+        "terms": terms,
+        "forward_flops_per_token": forward_flops,
+        "training_flops_per_token": 3 * forward_flops,
+        "decode_flops_per_token": forward_flops,
+        "kv_bytes_per_token": sum(term["kv_bytes"] for term in terms),
+        "convention": "2 FLOPs a multiply-add; attention over the full context of seq_len keys; training: 3 x forward.",
+    }
+
+
+def make_run(
+    folder: Path, name: str = "elastic-10m", seed: int = 0, steps: int = 400, better: float = 0.0, **changed: Any
+) -> Path:
+    """A realistic run folder; ``changed`` replaces keys of run.json, ``better`` is taken off each bits per byte."""
+    rng = np.random.default_rng(seed)
+    mean = 8.0
+    description = "A recurrent-depth model: two layers around a shared core that loops"
+    inject = "concat" if seed == 0 else "add"
+    folder.mkdir(parents=True)
+    recipe = RECIPE.format(name=name, description=description, mean=mean, steps=steps, seed=seed, inject=inject)
+    (folder / "recipe.yaml").write_text(recipe)
+    tokens_a_step = 16 * 256
+    lines = []
+    for step in range(1, steps + 1):
+        loops = int(min(24, max(1, round(rng.lognormal(math.log(mean) - 0.125, 0.5)))))
+        loss = (
+            2.6 + 5.5 * math.exp(-step / (0.06 * steps)) + 1.4 * math.exp(-step / (0.3 * steps)) + rng.normal(0, 0.09)
+        )
+        lines.append(
+            {
+                "type": "train",
+                "train_step": step,
+                "loss": round(loss, 4),
+                "lr": 3e-3,
+                "grad_norm": round(float(rng.lognormal(-0.3, 0.3)), 3),
+                "loops": loops,
+                "tokens": step * tokens_a_step,
+                "tokens_per_s": round(21000 / (1 + 0.12 * loops) * rng.uniform(0.93, 1.03), 1),
+                "executed_flops": step * 1.6e11,
+                "elapsed_s": round(step * 0.41, 2),
+            }
+        )
+        if step % max(1, steps // 10) == 0:
+            for source in ("pystdlib", "manuals"):
+                for loops_now in (1, 4, 8, 16):
+                    bits = (
+                        1.62 + 1.5 * math.exp(-step / (0.25 * steps)) + 0.22 / loops_now + (source == "manuals") * 0.4
+                    )
+                    entry = {"type": "eval", "train_step": step, "source": source, "loops": loops_now, "loss": 2.9}
+                    lines.append(entry | {"bits_per_byte": round(bits - better, 4)})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    splits = {
+        "train": {"tokens": 9_412_345, "documents": 1412, "bytes": 31_234_567},
+        "valid": {"tokens": 301_277, "documents": 31, "bytes": 1_001_234},
+    }
+    info = {
+        "name": name,
+        "description": description,
+        "created": "2026-01-02T03:04:05Z",
+        "status": "finished",
+        "command": "alcoda train recipes/elastic-10m.yaml --set train.seed=0",
+        "versions": {"alcoda": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "numpy": "2.3.1"},
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "dirty": True,
+        "seeds": {"train": seed, "data": 1},
+        "machine": {"device": "cpu", "threads": 2, "cpu": "Example CPU at 2.5 GHz", "dtype": "bfloat16"},
+        "data": {
+            "sources": [
+                {"name": "pystdlib", "weight": 0.7, "splits": splits},
+                {"name": "manuals", "weight": 0.3, "splits": splits},
+            ],
+            "tokenizer": {"kind": "bpe", "vocab_size": 4096, "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b"},
+            "notes": [
+                "The source code of the Python standard library, split by file.",
+                "Near duplicates were removed.",
+            ],
+        },
+        "ledger": ledger(mean),
+        "depth": {"kind": "lognormal", "mean": mean, "max": 24},
+        "result": {
+            "train_step": steps,
+            "tokens": steps * tokens_a_step,
+            "wall_s": steps * 0.41,
+            "executed_flops": steps * 1.6e11,
+        },
+    }
+    (folder / "run.json").write_text(json.dumps(info | changed))
+    by_depth = []
+    for loops in DEPTHS:
+        bits = 1.71 + 0.24 / loops**1.3 + (0.012 if loops == 24 else 0) - better
+        width = 0.021 + 0.01 * rng.uniform()
+        point = {"loops": loops, "loss": bits * 2.1, "bits_per_byte": bits, "low": bits - width, "high": bits + width}
+        by_depth.append(point)
+    gain = by_depth[0]["bits_per_byte"] - by_depth[3]["bits_per_byte"]
+    evaluation = {
+        "data": "valid",
+        "unit": "documents",
+        "n_units": 31,
+        "n_tokens": 301_277,
+        "n_bytes": 1_001_234,
+        "note": None,
+        "by_depth": by_depth,
+        "gain": [
+            {"from_loops": 1, "to_loops": 8, "bits_per_byte": gain, "low": gain - 0.011, "high": gain + 0.012},
+            {"from_loops": 8, "to_loops": 24, "bits_per_byte": -0.006, "low": -0.011, "high": -0.001},
+        ],
+        "bigram_bits_per_byte": 2.874,
+    }
+    (folder / "eval.json").write_text(json.dumps(evaluation))
+    prompts = ["def read_lines(path):\n", "import os\n"]
+    texts = {
+        1: "    return path.read(path, path)\n    return path\n\n\ndef path(path):\n    return self.path\n",
+        4: '    """Read the lines of a file."""\n    with open(path) as file:\n        return file.read()\n',
+        8: '    """Return the lines of path as a list."""\n    with open(path) as f:\n        return f.readlines()\n',
+        16: '    """Return the lines of path."""\n    with open(path) as f:\n        return [line for line in f]\n',
+    }
+    samples = [
+        {"prompt": prompt, "loops": loops, "temperature": 0.7, "seed": 3, "text": prompt + text}
+        for prompt in prompts
+        for loops, text in texts.items()
+    ]
+    (folder / "samples.json").write_text(json.dumps(samples))
+    return folder
+
+
+class Page(HTMLParser):
+    """Walks a page: records unbalanced tags, ids, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        self.faults += [f"<{tag}> is not closed" for tag in self.open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}> at {self.getpos()} closes nothing")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def report(tmp_path: Path, *runs: Path) -> tuple[str, Page]:
+    """The text of a report and its walk; checks what holds for every page."""
+    out = write_report(runs, tmp_path / "out.html")
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.faults == []
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids)), "an id occurs twice"
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+    assert used <= set(ids), "a reference points nowhere"
+    for svg in page.all("svg"):
+        assert svg.get("role") == "img"
+        assert svg.get("aria-label")
+    assert all(th.get("scope") in ("row", "col") for th in page.all("th"))
+    assert not list(tmp_path.glob(".out.html*")), "a temporary file was left"
+    return text, page
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+    """The report of a complete run."""
+    return report(tmp_path_factory.mktemp("whole"), run)
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty figures, for tests of the words: drawing is what takes the time."""
+
+    def blank(key: str, label: str, *_: Any, **__: Any) -> str:
+        return f'<svg role="img" aria-label="{esc(label)}"></svg>'
+
+    monkeypatch.setattr("alcoda.report.curves.draw", blank)
+    monkeypatch.setattr("alcoda.report.figures.draw", blank)
+
+
+def edit(folder: Path, name: str, **changed: Any) -> None:
+    """Replace keys of a JSON file of a run."""
+    data = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(data | changed))
+
+
+def test_one_run_shows_every_section(run: Path, whole: tuple[str, Page]) -> None:
+    text, page = whole
+    words = " ".join(" ".join(page.text).split())
+    assert [attrs["id"] for attrs in page.all("section")] == [
+        "training",
+        "depth",
+        "cost",
+        "samples",
+        "config",
+        "provenance",
+    ]
+    # Loss, two validation sources, loops, speed, depth, cost.
+    assert len(page.all("svg")) == 7
+    assert "elastic-10m" in words
+    assert "1.726" in words, "the headline is the result at the training mean"
+    at_mean = json.loads((run / "eval.json").read_text())["by_depth"][3]
+    assert f"95%: {at_mean['low']:.3f} to {at_mean['high']:.3f}" in words
+    assert "115 M" in words and "114,819,072" in words, "FLOPs in human units and exact"
+    assert 'title="6,556,928"' in text
+    assert "bigram baseline 2.874" in words
+    assert "training mean 8" in words
+    assert "core.mlp" in words
+    assert "kind: lognormal" in words, "the recipe"
+    for item in ("2.13.0", "0123456789abcdef", "uncommitted changes", "Example CPU", "alcoda train recipes/", "9.41 M"):
+        assert item in words
+    assert "Near duplicates were removed." in words
+    assert "yet" not in words, "nothing is missing from a complete run"
+
+
+def test_page_needs_nothing_else(run: Path, whole: tuple[str, Page]) -> None:
+    text, page = whole
+    for tag, attrs in page.tags:
+        for name in ("src", "href", "data", "srcset", "action", "poster", "xlink:href"):
+            value = attrs.get(name) or ""
+            assert value == "" or value.startswith(("#", "data:")), f"<{tag} {name}={value}>"
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"url\((?!#)|@import|https?://", text)
+    assert str(run.parent) not in text, "the page does not tell where the run lay"
+
+
+def test_same_bytes_twice(run: Path, whole: tuple[str, Page], tmp_path: Path) -> None:
+    assert write_report([run], tmp_path / "again.html").read_text(encoding="utf-8") == whole[0]
+
+
+def test_figures_take_their_colours_from_the_page(whole: tuple[str, Page]) -> None:
+    text, _ = whole
+    css = text[text.index("<style>") : text.index("</style>")]
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        assert not re.search(r"#[0-9a-f]{6}\b", svg), "a colour is fixed, so it cannot follow light and dark"
+        for variable in set(re.findall(r"var\((--[a-z0-9-]+)\)", svg)):
+            assert f"{variable}:" in css
+    light, dark = css[: css.index("@media")], css[css.index("@media") : css.index("* {")]
+    for variable in re.findall(r"(--(?:series|ramp)-\d)", light):
+        assert f"{variable}:" in dark
+
+
+def test_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "two", name="elastic-add", seed=1, steps=300, better=0.06)
+    text, page = report(tmp_path, run, other)
+    words = " ".join(" ".join(page.text).split())
+    assert "2 runs compared" in words
+    rows = re.findall(r"<tr>.*?</tr>", text[: text.index("</header>")], re.DOTALL)[1:]
+    assert len(rows) == 2
+    assert "1.726" in rows[0] and "1.666" in rows[1]
+    assert "1.23 M" in rows[1], "tokens seen of the second run"
+    assert len(page.all("svg")) == 7, "both runs share the plots"
+    for svg in page.all("svg"):
+        label = svg["aria-label"] or ""
+        assert "elastic-10m" in label and "elastic-add" in label
+    assert "-  recurrence: {inject: concat" in words.replace("- recurrence", "-  recurrence")
+    assert "inject: add" in words
+
+
+def test_legend_of_many_runs_does_not_squeeze_the_plot(run: Path) -> None:
+    first = read_run(run)
+    few, many = (loss_figure([replace(first, label=f"{'long-name-' * 5}{i}") for i in range(n)]) or "" for n in (2, 12))
+    heights = [float(re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[0]) for svg in (few, many)]
+    assert heights[1] - heights[0] > 10 * 11, "a row a name"
+    assert all(f"-{i}</text>" in many for i in range(12)), "the end of a name tells runs apart"
+
+
+def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "again", steps=20)
+    assert [r.label for r in read_runs([run, other])] == ["elastic-10m (one)", "elastic-10m (again)"]
+    assert len({r.label for r in read_runs([run, run])}) == 2
+
+
+def test_samples_are_escaped_and_keep_their_space(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20, name="<b>$x_1$ & co", description=HOSTILE)
+    sample = {"prompt": "\n  a <i>", "loops": 2, "temperature": 1, "seed": 0, "text": f"  x\n\ty {HOSTILE}"}
+    (folder / "samples.json").write_text(json.dumps([sample]))
+    text, page = report(tmp_path, folder)
+    assert not {"script", "b"} & {tag for tag, _ in page.tags}
+    assert "<script" not in text
+    assert any("  x\n\ty <script>" in part and "\u2400" in part and "\ufffd" in part for part in page.text)
+    assert '<pre><span class="prompt">\n  a &lt;i&gt;</span>' in text
+    assert "<b>$x_1$ & co" in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (["eval.json"], "No evaluation yet: run"),
+        (["samples.json"], "No samples yet"),
+        (["metrics.jsonl"], "No training metrics yet"),
+        (["eval.json", "samples.json", "metrics.jsonl"], "No evaluation yet: run"),
+    ],
+)
+@pytest.mark.usefixtures("no_drawing")
+def test_missing_pieces_are_said_in_words(tmp_path: Path, absent: list[str], said: str) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    for name in absent:
+        (folder / name).unlink()
+    _, page = report(tmp_path, folder)
+    assert said in "".join(page.text)
+    _, page = report(tmp_path, folder, make_run(tmp_path / "whole", name="whole", steps=20))
+    assert "whole" in "".join(page.text)
+
+
+def test_run_that_has_barely_begun(tmp_path: Path) -> None:
+    folder = tmp_path / "young"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("name: young\n")
+    (folder / "run.json").write_text('{"status": "running", "result": null, "commit": null}')
+    text, page = report(tmp_path, folder)
+    words = "".join(page.text)
+    assert "young" in words and "running" in words
+    for said in (
+        "No evaluation yet",
+        "No training metrics yet",
+        "No cost ledger",
+        "No samples yet",
+        "describes no data",
+    ):
+        assert said in words
+    (folder / "metrics.jsonl").write_text(
+        '{"type": "train", "train_step": 1, "loss": 8.3, "loops": 4, "tokens": 4096}\n'
+    )
+    text, page = report(tmp_path, folder)
+    assert "4.10 k" in text, "tokens so far"
+    assert "No validation during training was logged." in "".join(page.text)
+
+
+@pytest.mark.parametrize("tail", ['{"type": "train", "train_st', '{"type": "train"}garbage', "17", '"caf\udcc3'])
+@pytest.mark.usefixtures("no_drawing")
+def test_cut_last_line_is_left_out(tmp_path: Path, tail: str) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    path = folder / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(tail.encode("utf-8", "surrogateescape"))
+    assert list(read_run(folder).curve.train_step_N) == list(range(1, 21))
+    _, page = report(tmp_path, folder)
+    assert "last line of metrics.jsonl is incomplete" in "".join(page.text)
+    with path.open("ab") as file:
+        file.write(b'\n{"type": "train", "train_step": 21, "loss": 2.0}\n')
+    with pytest.raises(RunError, match=r"line \d+ is not a JSON object"):
+        read_run(folder)
+
+
+def test_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"type": "train", "train_step": 15, "loss": 1.5, "loops": 3}\n')
+    curve = read_run(folder).curve
+    assert list(curve.train_step_N) == list(range(1, 21))
+    assert curve.loss_N[14] == 1.5
+    assert math.isnan(curve.tokens_per_s_N[14])
+
+
+def test_odd_numbers_do_not_stop_a_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"type": "train", "train_step": 21, "loss": NaN, "loops": 3.5}\n')
+        file.write('{"type": "train", "train_step": 22, "loss": null, "loops": 3}\n')
+    point = {"loops": 3, "loss": 2, "bits_per_byte": 1.5, "low": None, "high": None}
+    edit(folder, "eval.json", by_depth=[point], gain=[], bigram_bits_per_byte=None, note="Fewer than 30 documents.")
+    _, page = report(tmp_path, folder)
+    assert "Fewer than 30 documents." in "".join(page.text)
+    edit(folder, "eval.json", by_depth=[])
+    report(tmp_path, folder)
+
+
+def test_far_baseline_gets_a_strip_of_its_own(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    broken = depth_figure([read_run(folder)]) or ""
+    edit(folder, "eval.json", bigram_bits_per_byte=1.96)
+    whole = depth_figure([read_run(folder)]) or ""
+    assert "bigram baseline 1.960" in whole and "bigram baseline 2.874" in broken
+    assert broken.count(">2.87</text>") == 1
+    assert ">1.96</text>" not in whole
+
+
+def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(UsageError, match=r"no run\.json and no recipe\.yaml.*metrics\.jsonl"):
+        write_report([run, tmp_path], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="no such folder"):
+        write_report([tmp_path / "nowhere"], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="at least one run"):
+        write_report([], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="is a folder; give the file"):
+        write_report([run], tmp_path)
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("run.json", "{", r"run\.json: this is not readable JSON"),
+        ("run.json", "[]", r"run\.json: an object is needed"),
+        ("run.json", '{"ledger": {"loops": "8"}}', "ledger: loops has to be a number, not '8'"),
+        ("run.json", '{"seeds": 3}', "seeds: an object is needed, not 3"),
+        ("eval.json", '{"n_units": true}', "n_units has to be a number, not True"),
+        ("eval.json", '{"n_units": 1.5}', "n_units has to be a whole number"),
+        ("samples.json", "{}", "a list is needed"),
+        ("samples.json", '[{"prompt": "a"}]', r"samples\.json\[0\]: loops is missing"),
+    ],
+)
+def test_damaged_file_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    folder = make_run(tmp_path / "run", steps=20)
+    (folder / name).write_text(content)
+    with pytest.raises(RunError, match=said):
+        write_report([folder], tmp_path / "out.html")
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_failed_write_keeps_the_old_report(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "out.html"
+    write_report([run], out)
+    before = out.read_bytes()
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("alcoda.report.page.os.replace", refuse)
+    with pytest.raises(RunError, match="no space left"):
+        write_report([run], out)
+    assert out.read_bytes() == before
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_missing_matplotlib_is_explained(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install 'alcoda\[report\]'"):
+        write_report([run], tmp_path / "out.html")
+
+
+def test_report_imports_no_torch_and_matplotlib_late() -> None:
+    code = "import sys, alcoda.report.page; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_smooth_is_a_centred_mean() -> None:
+    line_N = np.arange(1000.0)
+    mean_N, window = smooth(line_N)
+    assert window == 21
+    np.testing.assert_allclose(mean_N[10:-10], line_N[10:-10])
+    assert mean_N[0] == 5.0
+    holes_N = line_N.copy()
+    holes_N[500] = math.nan
+    assert smooth(holes_N)[0][500] == pytest.approx(500.0)
+    assert math.isnan(smooth(np.array([math.nan]))[0][0])
+    assert len(smooth(np.array([]))[0]) == 0
+
+
+def test_thin_keeps_peaks_and_ends() -> None:
+    y_N = np.zeros(100_000)
+    y_N[54_321] = 9.0
+    x_N, thin_N = thin(np.arange(100_000), y_N)
+    assert len(x_N) <= 502
+    assert 54_321 in x_N and x_N[0] == 0 and x_N[-1] == 99_999
+    assert thin_N.max() == 9.0
+
+
+def test_words_for_numbers() -> None:
+    assert [human(v) for v in (0, 999, 999.6, 1000, 12_345_678, 9.999e11)] == [
+        "0",
+        "999",
+        "1.00 k",
+        "1.00 k",
+        "12.3 M",
+        "1.00 T",
+    ]
+    assert human(10_240, "B") == "10.2 kB"
+    assert human(math.nan) == "not a number"
+    assert [duration(s) for s in (3.25, 75, 4980, 200_000)] == ["3.25 s", "1 min 15 s", "1 h 23 min", "2 d 7 h"]
+    assert esc("a\r\nb\x1b<\ud800") == "a\nb\u241b&lt;\ufffd"
