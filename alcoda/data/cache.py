@@ -128,7 +128,8 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | 
     except OSError as error:
         if error.errno in _FULL:
             share = n_bytes / (_n_bytes(corpus, max_bytes) or n_bytes or 1)
-            raise _disk_full(folder.parent, corpus.name, round(n_tokens * dtype.itemsize / (share or 1.0))) from None
+            written = n_tokens * dtype.itemsize
+            raise _disk_full(folder.parent, corpus.name, round(written / (share or 1.0)), written) from None
         raise
     if not n_tokens:
         raise UsageError(f"corpus {corpus.spec!r}: max_bytes ({max_bytes}) is less than its first token")
@@ -247,9 +248,9 @@ def explained(name: str) -> Generator[None]:
         raise RunError(f"{name}: {error}") from None
 
 
-def _disk_full(folder: Path, name: str, needed_bytes: int = 0) -> RunError:
+def _disk_full(folder: Path, name: str, needed_bytes: int = 0, written_bytes: int = 0) -> RunError:
     present = next(path for path in (folder, *folder.parents) if path.exists())
-    free_bytes = shutil.disk_usage(present).free
+    free_bytes = shutil.disk_usage(present).free + written_bytes  # what was written is removed again
     needs = f"it needs about {needed_bytes:,} bytes, " if needed_bytes else ""
     return RunError(
         f"no space left on the disk of {folder} for the tokens of {name}: {needs}{free_bytes:,} are free. "
