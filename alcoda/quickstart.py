@@ -43,7 +43,7 @@ def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, setting
         ended the training.
     """
     began = time.perf_counter()
-    say = Console(stderr=True, highlight=False).print
+    say = Console(stderr=True, highlight=False, soft_wrap=True).print
     recipe = load_recipe(RECIPE, settings).resolved()
     run = RunFolder(out)
     if fresh:
@@ -61,7 +61,8 @@ def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, setting
     say(f"      bigram   {scores['bigram_bits_per_byte']:.4f}")
     say("[bold]3/4[/] the same prompt at two depths")
     for sample in _samples(recipe, run)[:2]:
-        say(f"      [bold]{sample['loops']} loops[/]", sample["prompt"] + sample["text"].rstrip(), sep="\n", markup=False)
+        say(f"      [bold]{sample['loops']} loops[/]")
+        say(sample["prompt"] + sample["text"].rstrip(), markup=False)
     say("[bold]4/4[/] report")
     page = api.report([run.path], run.report)
     say(f"report: {page}\nnext:   alcoda generate {run.path} --prompt 'def main(' --loops 8\n        alcoda eval {run.path} --loops 1,3,6,12\n        alcoda train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated")

@@ -75,8 +75,6 @@ class Corpus:
         """The documents. After ``max_bytes`` bytes of UTF-8 text the stream ends; the last document is cut to fit."""
         left, any_text = max_bytes, False
         for document in self._documents(max_bytes):
-            if not document or document.isspace():
-                continue
             if left is not None:
                 document, left = _head(document, left)
             if document and not document.isspace():

@@ -84,9 +84,9 @@ class Data:
                     "content_hash": source.content_hash,
                     "splits": {
                         part: {
-                            "n_tokens": stream.n_tokens,
-                            "n_documents": stream.n_documents,
-                            "n_bytes": stream.n_bytes,
+                            "tokens": stream.n_tokens,
+                            "documents": stream.n_documents,
+                            "bytes": stream.n_bytes,
                         }
                         for part, stream in source.splits.items()
                     },

@@ -200,7 +200,7 @@ def _set(value: float | int | None):  # noqa: ANN202
 
 def _check_bounds(depth, mean: float | None, low: int, high: int | None):  # noqa: ANN001, ANN202
     if high is not None and high < low:
-        raise ValueError(f"depth needs min <= max, got min={low}, max={high}: swap them or raise max")
+        raise UsageError(f"depth needs min <= max, got min={low}, max={high}: swap them or raise max")
     if mean is not None and high is not None and not low <= mean <= high:
-        raise ValueError(f"depth.mean={mean:g} lies outside min={low} .. max={high}: move it between them")
+        raise UsageError(f"depth.mean={mean:g} lies outside min={low} .. max={high}: move it between them")
     return depth

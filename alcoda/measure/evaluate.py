@@ -13,13 +13,9 @@ from alcoda import progress
 from alcoda.data.prepare import open_corpus, prepare
 from alcoda.data.splits import Stream
 from alcoda.errors import UsageError
-from alcoda.measure.bootstrap import Interval, paired_gain, ratio_interval
+from alcoda.measure.bootstrap import MIN_DOCUMENTS, N_BLOCKS, Interval, paired_gain, ratio_interval
 from alcoda.train.load import LoadedRun
 from alcoda.train.score import score
-
-MIN_DOCUMENTS = 30
-"""Fewer documents say too little about each other: then the units are contiguous blocks."""
-N_BLOCKS = 50
 
 
 @dataclass(frozen=True)

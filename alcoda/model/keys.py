@@ -62,6 +62,7 @@ class KeyStore:
     def __init__(self, capacity_tokens: int = 256) -> None:
         self.capacity_tokens = capacity_tokens
         self.n_tokens = 0
+        self.n_loops: int | None = None
         self.slots: dict[Slot, tuple[Tensor, Tensor]] = {}
         self._written: dict[Slot, int] = {}
         self._start = 0
@@ -69,16 +70,26 @@ class KeyStore:
         self._pos_BS: Tensor | None = None
         self._live_BS: Tensor | None = None
 
-    def open(self, n_tokens: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device) -> View:
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> View:
         """Make room for the tokens of one pass and say what their queries may see.
 
         Args:
             n_tokens: T, tokens of this pass in each row.
+            n_loops: loops of this pass; those of the passes before it (ValueError otherwise: keys would be missing, or
+                come from another depth).
             pos_BT: their positions; None means that they follow what is stored, without a gap.
             live_BT: False for padding; None means all live.
 
         Tokens whose position is stored already replace it: the old key is retired in every slot.
         """
+        if self.n_loops not in (None, n_loops):
+            raise ValueError(
+                f"n_loops={n_loops} on keys of n_loops={self.n_loops}: one store serves one number of loops; start a new "
+                "store to decode at another depth"
+            )
+        self.n_loops = n_loops
         start, self._start, self.n_tokens = self.n_tokens, self.n_tokens, self.n_tokens + n_tokens
         if pos_BT is None and live_BT is None and self._pos_BS is None:
             pos_T = torch.arange(start, self.n_tokens, device=device)
@@ -114,11 +125,7 @@ class KeyStore:
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store this pass's keys and values in ``slot``; returns all that it holds, ``k_BGSK, v_BGSK``."""
         written = self._written.get(slot, 0)
-        if written != self._start:
-            raise ValueError(
-                f"slot {slot} holds keys of {written} of {self._start} earlier tokens: one store serves one number of "
-                "loops; start a new store to decode at another depth"
-            )
+        assert written == self._start, f"slot {slot} holds keys of {written} of {self._start} earlier tokens"
         old = self.slots.get(slot)
         if old is None or old[0].size(2) < self.n_tokens:
             capacity = max(self.capacity_tokens, self.n_tokens)

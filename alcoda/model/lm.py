@@ -115,7 +115,7 @@ class RecurrentLM(nn.Module):
             raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
         if store is not None and len(loops) > 1:
             raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
-        context = self._open(ids_BT, pos_BT, live_BT, store)
+        context = self._open(ids_BT, loops[-1], pos_BT, live_BT, store)
         e_BTD = self.prelude(self.position.embed(self.embed(ids_BT), context.view.pos), context)
         state = State(self.state_init(e_BTD, context.view.pos))
         for loop in range(loops[-1]):
@@ -123,14 +123,21 @@ class RecurrentLM(nn.Module):
             if loop + 1 in loops:
                 yield self._finish(state, context)
 
-    def _open(self, ids_BT: Tensor, pos_BT: Tensor | None, live_BT: Tensor | None, store: KeyStore | None) -> Context:
+    def _open(
+        self,
+        ids_BT: Tensor,
+        n_loops: int,
+        pos_BT: Tensor | None,
+        live_BT: Tensor | None,
+        store: KeyStore | None,
+    ) -> Context:
         n_tokens, weight = ids_BT.size(1), self.embed.weight
         stored = 0 if store is None else store.n_tokens
         check_context(stored + n_tokens, self.config.seq_len, self.config.position)
         if store is None:
             view = view_alone(n_tokens, pos_BT, live_BT, ids_BT.device)
         else:
-            view = store.open(n_tokens, pos_BT, live_BT, ids_BT.device)
+            view = store.open(n_tokens, n_loops, pos_BT, live_BT, ids_BT.device)
         device_type = ids_BT.device.type
         autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype

@@ -160,12 +160,12 @@ class Trainer:
                 self.loss, self.wall_s = loss, time.perf_counter() - began
                 since.add(plan.n_loops)
                 last = self.train_step == config.steps
+                note = f"loss {loss:.3f}  {since.tokens_per_s(self):,.0f} tokens/s  {since.mean_loops():.1f} loops"
+                advance(1, note)
                 if self.train_step % config.log_every == 0 or last or self.train_step == 1:
                     record = since.record(self, loss, grad_norm, lr, plan)
                     trackers.log(record)
                     since = _Window(self.wall_s, self.tokens)
-                note = f"loss {loss:.3f}  {since.tokens_per_s(self):,.0f} tokens/s  {since.mean_loops():.1f} loops"
-                advance(1, note)
                 if self.train_step % self.recipe.eval.every == 0 or last:
                     self._validate(trackers)
                 if self.train_step % config.checkpoint_every == 0 or last:
@@ -282,6 +282,7 @@ class Trainer:
                 f"the tokenizer of {self.run.path} is not the one that {newest.name} was trained with: put back the "
                 "tokenizer.json of the run"
             )
+        self._check_corpora()
         checkpoint.load_weights(newest, self.model)
         state = checkpoint.load_train_state(newest)
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
@@ -297,6 +298,18 @@ class Trainer:
         self.train_step, self.tokens, self.loss = state["train_step"], state["tokens"], state["loss"]
         self.executed_flops, self.wall_s = state["executed_flops"], state["wall_s"]
         self.saved_step = self.train_step
+
+    def _check_corpora(self) -> None:
+        """A run goes on with the text that it was begun with, or not at all."""
+        if not self.run.run_json.exists():
+            return
+        before = {s["name"]: s["content_hash"] for s in self.run.record()["data"]["sources"]}
+        for source in self.data.describe()["sources"]:
+            if before.get(source["name"]) != source["content_hash"]:
+                raise UsageError(
+                    f"the corpus {source['corpus']} has changed since {self.run.path} was begun: put the old text back, "
+                    "or begin a new run with another --out"
+                )
 
     def _compile(self) -> None:
         for stack in (self.model.prelude, self.model.core, self.model.coda):

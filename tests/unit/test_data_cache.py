@@ -47,7 +47,12 @@ def check(store):
 def test_each_document_is_eot_and_its_tokens(text, root, monkeypatch):
     monkeypatch.setattr(cache, "_BATCH_BYTES", 4)
     monkeypatch.setattr(cache, "_BLOCK_TOKENS", 2)
+    batches, encode_batch = [], Tokenizer.encode_batch
+    monkeypatch.setattr(
+        Tokenizer, "encode_batch", lambda self, texts: batches.append(texts) or encode_batch(self, texts)
+    )
     store = tokenise(text, BYTE)
+    assert [len(batch) for batch in batches] == [2, 1]  # a large corpus is never held whole
     check(store)
     assert store.note is None and len(entries(root)) == 1
     assert sorted(path.name for path in (root / "tokens" / entries(root)[0]).iterdir()) == [

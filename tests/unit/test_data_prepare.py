@@ -188,8 +188,8 @@ def test_describe_is_json(books):
     assert json.loads(json.dumps(described)) == described
     assert described["tokenizer"]["vocab_size"] == 257 and described["tokenizer"]["eot"] == "<|endoftext|>"
     sizes = described["sources"][0]["splits"]
-    assert sum(part["n_documents"] for part in sizes.values()) == 60
-    assert sum(part["n_bytes"] for part in sizes.values()) == len(books.read_text().replace("<|endoftext|>\n", ""))
+    assert sum(part["documents"] for part in sizes.values()) == 60
+    assert sum(part["bytes"] for part in sizes.values()) == len(books.read_text().replace("<|endoftext|>\n", ""))
 
 
 def test_unknown_split(books):

@@ -91,7 +91,7 @@ def test_the_seed_chooses_the_documents():
 
 
 def test_no_part_is_mostly_one_document_while_there_are_others():
-    lengths = [100] * 1000 + [4000] * 3
+    lengths = [100] * 500 + [4000] * 10
     for seed in range(20):
         parts, _ = split(store_of(lengths), {"valid": 0.05}, seed)
         assert max(len(document) for document in parts["valid"].documents()) == 101
@@ -118,6 +118,11 @@ def test_too_few_documents_are_cut_into_consecutive_parts(lengths, says):
     assert list(chain(*map(where, parts.values()))) == list(range(len(store.tokens)))
     for part, fraction in FRACTIONS.items():
         assert abs(parts[part].n_bytes - fraction * sum(lengths)) <= 1
+
+
+def test_a_part_that_would_be_much_too_small_is_cut_out_instead():
+    parts, note = split(store_of([400] * 5 + [1] * 20), {"valid": 0.05}, 0)
+    assert note is not None and abs(parts["valid"].n_bytes - 101) <= 1
 
 
 def test_a_cut_is_where_the_plan_says_whatever_the_tokens():

@@ -88,12 +88,12 @@ class NoiseModule(StateInitModule):
 
     def _by_position(self, pos: Tensor, like: Tensor) -> Tensor:
         # Blocks of positions, each from a generator of its own: any position costs the same, wherever it lies.
-        n_blocks = int(pos.max()) // _BLOCK_POSITIONS + 1
-        generator = torch.Generator()
-        blocks = []
-        for block in range(n_blocks):
-            generator.manual_seed(self.config.seed * 1_000_003 + block)
-            noise = torch.empty(_BLOCK_POSITIONS, like.size(-1))
-            std = self.config.std
-            blocks.append(nn.init.trunc_normal_(noise, std=std, a=-3 * std, b=3 * std, generator=generator))
-        return torch.cat(blocks).to(like)[pos]
+        blocks, which = torch.unique(pos // _BLOCK_POSITIONS, return_inverse=True)
+        noise_NPD = torch.stack([self._block(block, like.size(-1)) for block in blocks.tolist()]).to(like)
+        return noise_NPD[which, pos % _BLOCK_POSITIONS]
+
+    def _block(self, block: int, d_model: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + block)
+        std = self.config.std
+        noise_PD = torch.empty(_BLOCK_POSITIONS, d_model)
+        return nn.init.trunc_normal_(noise_PD, std=std, a=-3 * std, b=3 * std, generator=generator)

@@ -1,0 +1,42 @@
+# make demo   sets up and runs the main job: train, measure and report a small recurrent-depth model
+# make test   sets up and runs the tests
+# make check  lint, types, import contracts, tests
+# make clean  removes what these made (not runs/)
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test slow check lint clean
+
+demo: .venv/demo
+	.venv/bin/alcoda quickstart
+
+test: .venv/dev
+	.venv/bin/python -m pytest
+
+slow: .venv/dev
+	.venv/bin/python -m pytest -m slow
+
+lint: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyrefly check
+	.venv/bin/lint-imports
+
+check: lint test
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("alcoda needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv .venv
+
+# pip, and the pinned versions: an unpinned torch brings several GB of GPU libraries.
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[report]'
+	touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
