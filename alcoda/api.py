@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError
-from alcoda.files import write_json
+from alcoda.files import read_json, write_json
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
-from alcoda.train.load import load_run
+from alcoda.train.checkpoint import listed, step_of
+from alcoda.train.load import load_run, pick_checkpoint
 from alcoda.train.loop import TrainResult, train
 from alcoda.train.recipe import Recipe, load_recipe
 from alcoda.train.run import RunFolder
@@ -85,7 +87,13 @@ def samples(
 ) -> list[Sample]:
     """The same prompts continued at each depth."""
     return [
-        Sample(prompt, n, temperature, seed, lm.generate(prompt, loops=n, max_tokens=max_tokens, temperature=temperature, seed=seed))
+        Sample(
+            prompt,
+            n,
+            temperature,
+            seed,
+            lm.generate(prompt, loops=n, max_tokens=max_tokens, temperature=temperature, seed=seed),
+        )
         for prompt in prompts
         for n in loops
     ]
@@ -110,13 +118,25 @@ def report(runs: Sequence[str | Path], out: str | Path, prompts: Sequence[str] =
     return write_report([run.path for run in folders], Path(out))
 
 
+def is_measured(run: RunFolder) -> bool:
+    """Whether ``eval.json`` is there and of the best checkpoint: a run may have been trained on since."""
+    best = step_of(pick_checkpoint(run, "best"))
+    return run.eval_json.exists() and read_json(run.eval_json).get("train_step") == best
+
+
+def keep_scores(run: RunFolder, scores: dict[str, Any]) -> None:
+    """Write ``eval.json``; samples of an earlier checkpoint go with the scores of that one."""
+    run.samples_json.unlink(missing_ok=True)
+    write_json(run.eval_json, scores)
+
+
 def measure_missing(run: RunFolder, prompts: Sequence[str] = DEFAULT_PROMPTS) -> None:
-    """Write ``eval.json`` and ``samples.json`` of a run that has a checkpoint and lacks them."""
-    if (run.eval_json.exists() and run.samples_json.exists()) or not run.checkpoints.exists():
+    """Write ``eval.json`` and ``samples.json`` of a run that has a checkpoint, where they are not of its best one."""
+    if not listed(run.checkpoints) or (is_measured(run) and run.samples_json.exists()):
         return
     lm = load(run.path)
-    if not run.eval_json.exists():
-        write_json(run.eval_json, evaluate(lm).to_json())
+    if not is_measured(run):
+        keep_scores(run, evaluate(lm).to_json())
     if not run.samples_json.exists():
         depths = sorted({1, lm.n_loops, lm.recipe.eval.loops[-1]})
         write_json(run.samples_json, [asdict(sample) for sample in samples(lm, prompts, depths)])

@@ -25,7 +25,8 @@ app = typer.Typer(
 
 Run = Annotated[Path, typer.Argument(help="A run folder (what alcoda train --out wrote).", metavar="RUN")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Change an entry of the recipe: train.steps=500. Repeatable.", metavar="A.B=C")
+    list[str] | None,
+    typer.Option("--set", help="Change an entry of the recipe: train.steps=500. Repeatable.", metavar="A.B=C"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
@@ -35,7 +36,9 @@ Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's nam
 def _options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads that torch uses; all cores by default.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads that torch uses; all cores by default.", min=1)
+    ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
@@ -62,7 +65,10 @@ def train(
     loaded = api.load_recipe(recipe, settings or ())
     result = api.train(loaded, out or Path("runs") / loaded.name, resume)
     if result.status == "stopped":
-        _say(f"stopped at step {result.train_step}, all saved; go on with: alcoda train {recipe} --out {result.run} --resume")
+        _say(
+            f"stopped at step {result.train_step}, all saved; go on with: "
+            f"alcoda train {result.run / 'recipe.yaml'} --out {result.run} --resume"
+        )
     else:
         _say(f"done: {result.run}; next: alcoda report {result.run} --out report.html")
     _print_json(vars(result) | {"run": str(result.run)})
@@ -72,7 +78,9 @@ def train(
 def evaluate(
     run: Run,
     loops: Annotated[str, typer.Option(help="Depths: 1,2,4,8. Default: those of the recipe.")] = "",
-    data: Annotated[str, typer.Option(help="valid, train, calib, probe, or a corpus, scored whole: text:PATH, pystdlib, ...")] = "valid",
+    data: Annotated[
+        str, typer.Option(help="valid, train, calib, probe, or a corpus, scored whole: text:PATH, pystdlib, ...")
+    ] = "valid",
     checkpoint: Checkpoint = "best",
     batch_size: Annotated[int, typer.Option(help="Rows scored at a time.", min=1)] = 8,
     max_tokens: Annotated[int | None, typer.Option(help="Score at most so many tokens of each source.", min=2)] = None,
@@ -86,7 +94,13 @@ def evaluate(
     )
     if not as_json:
         rows = [
-            [str(d.loops), f"{d.loss:.4f}", f"{d.bits_per_byte:.4f}", f"[{d.low:.4f}, {d.high:.4f}]", _gain(result, d.loops)]
+            [
+                str(d.loops),
+                f"{d.loss:.4f}",
+                f"{d.bits_per_byte:.4f}",
+                f"[{d.low:.4f}, {d.high:.4f}]",
+                _gain(result, d.loops),
+            ]
             for d in result.by_depth
         ]
         _table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows)
@@ -98,7 +112,9 @@ def evaluate(
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    loops: Annotated[int | None, typer.Option(help="Loops of the core for every token. Default: the model's n_loops.")] = None,
+    loops: Annotated[
+        int | None, typer.Option(help="Loops of the core for every token. Default: the model's n_loops.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among so many likeliest tokens.")] = None,
@@ -113,7 +129,9 @@ def generate(
     pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     if as_json:
         text = "".join(pieces)
-        _print_json({"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed})
+        _print_json(
+            {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
+        )
         return
     sys.stdout.write(prompt)
     for piece in pieces:
@@ -126,7 +144,9 @@ def generate(
 def cost(
     recipes: Annotated[list[Path], typer.Argument(help="Recipes, or run folders.", metavar="RECIPE...")],
     settings: Set = None,
-    loops: Annotated[int | None, typer.Option(help="Depth of the forward pass, decoding and cache. Default: n_loops.")] = None,
+    loops: Annotated[
+        int | None, typer.Option(help="Depth of the forward pass, decoding and cache. Default: n_loops.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The ledger: parameters, FLOPs and cache bytes a token, by named term."""
@@ -135,22 +155,32 @@ def cost(
     ledgers = {}
     for path in recipes:
         name = str(path)
-        ledgers[name] = api.cost(api.load_recipe(path / "recipe.yaml" if path.is_dir() else path, settings or ()), loops)
+        ledgers[name] = api.cost(
+            api.load_recipe(path / "recipe.yaml" if path.is_dir() else path, settings or ()), loops
+        )
     if as_json:
         found = [{"recipe": name, **one.to_json()} for name, one in ledgers.items()]
         _print_json(found[0] if len(found) == 1 else found)
         return
     for name, one in ledgers.items():
         rows = [
-            [t.name, f"{t.params:,}", _flops(t.forward_flops), _flops(t.training_flops), f"{t.kv_bytes:,}"] for t in one.terms
+            [t.name, f"{t.params:,}", _flops(t.forward_flops), _flops(t.training_flops), f"{t.kv_bytes:,}"]
+            for t in one.terms
         ]
         rows.append(
-            ["total", f"{one.params:,}", _flops(one.forward_flops_per_token), _flops(one.training_flops_per_token), f"{one.kv_bytes_per_token:,}"]
+            [
+                "total",
+                f"{one.params:,}",
+                _flops(one.forward_flops_per_token),
+                _flops(one.training_flops_per_token),
+                f"{one.kv_bytes_per_token:,}",
+            ]
         )
         _table(["term", "params", "forward FLOPs/token", "training FLOPs/token", "KV bytes/token"], rows, name)
         print(
-            f"at {one.loops} loops and {one.seq_len} tokens of context; training at a mean of {one.training_loops:.2f} loops, "
-            f"{one.training_grad_loops:.2f} with gradients; decoding costs {_flops(one.decode_flops_per_token)} FLOPs a token; "
+            f"at {one.loops} loops and {one.seq_len} tokens of context; "
+            f"training at a mean of {one.training_loops:.2f} loops, {one.training_grad_loops:.2f} with gradients; "
+            f"decoding costs {_flops(one.decode_flops_per_token)} FLOPs a token; "
             f"{one.effective_params:,} parameters with every loop counted"
         )
     print(f"convention: {one.convention}")
@@ -220,19 +250,23 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """Run a command. Exit codes: 0 done (or stopped and saved), 1 it failed, 2 it was asked wrongly, 130 interrupted."""
+    """Run a command. Exit codes: 0 done (or stopped and saved), 1 failed, 2 asked wrongly, 130 interrupted."""
     debug = "--debug" in sys.argv
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as end:
+        if end.code == 130:  # what typer makes of a KeyboardInterrupt
+            _say("interrupted; nothing that was finished is lost")
+        raise
     except (UsageError, RunError) as error:
         if debug:
             raise
         _say(f"error: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing that was finished is lost")
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output is gone (| head): not an error of ours. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -240,7 +274,10 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        _say(f"error: {type(error).__name__}: {error}\n(this is unexpected; alcoda --debug COMMAND shows where it happened)")
+        _say(
+            f"error: {type(error).__name__}: {error}\n"
+            "(this is unexpected; alcoda --debug COMMAND shows where it happened)"
+        )
         sys.exit(1)
 
 

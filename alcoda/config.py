@@ -5,7 +5,7 @@ choice on it a subclass of the axis, told apart by ``kind``. Defining the subcla
 
     class Inject(Choice, axis="inject"): ...           # the axis
 
-    class Add(Inject):                                 # a choice on it; in YAML: ``inject: {kind: add}`` or ``inject: add``
+    class Add(Inject):                                 # a choice on it: ``inject: {kind: add}``, or ``inject: add``
         kind: Literal["add"] = "add"
 
 A field annotated with the axis (``inject: Inject``) then takes any registered choice. It is pydantic's tagged union,
@@ -83,7 +83,7 @@ class Choice(Config):
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """The choice that ``value`` names: a choice already, its ``kind``, or a mapping with ``kind`` and its fields."""
+        """The choice that ``value`` names: a choice already, its ``kind``, or a mapping with ``kind`` and fields."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -115,7 +115,9 @@ def explain(error: ValidationError, what: str) -> UsageError:
     for item in error.errors(include_url=False):
         path = ".".join(str(part) for part in item["loc"]) or what
         got = item.get("input")
-        shown = "" if isinstance(got, dict | BaseModel) or item["type"] in ("unknown_key", "choice") else f" (got {got!r})"
+        shown = (
+            "" if isinstance(got, dict | BaseModel) or item["type"] in ("unknown_key", "choice") else f" (got {got!r})"
+        )
         message = item["msg"].removeprefix("Value error, ")
         lines.append(f"{path}: {message[:1].lower()}{message[1:]}{shown}")
     return UsageError(lines[0] if len(lines) == 1 else f"{what} has {len(lines)} errors:\n  " + "\n  ".join(lines))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def disk(path: Path) -> Iterator[None]:
+def disk(path: Path) -> Generator[None]:
     """Turns a full disk, a full quota or a missing permission into a message that says what to do."""
     try:
         yield
@@ -56,12 +56,12 @@ def disk(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise RunError(f"no permission to write {path}: choose another folder, or change its rights") from error
-        raise
+        raise RunError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside ``path`` that becomes ``path`` when the block ends well, and vanishes when it does not."""
+def whole_folder(path: Path) -> Generator[Path]:
+    """A temporary folder beside ``path`` that becomes ``path`` when the block ends well, and vanishes otherwise."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -77,6 +77,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
             _sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Delete what a killed process left half written in ``folder``; only for who has it to himself."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

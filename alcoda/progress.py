@@ -1,10 +1,10 @@
-"""One progress bar for everything that takes more than two seconds. It goes to stderr, so that stdout stays readable by programs."""
+"""One progress bar for everything that takes more than two seconds. It goes to stderr: stdout stays for programs."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def bar(description: str, total: float | None, done: float = 0) -> Iterator[Advance]:
+def bar(description: str, total: float | None, done: float = 0) -> Generator[Advance]:
     """A bar of ``total`` units (None: a spinner) of which ``done`` are done already."""
     if not sys.stderr.isatty():
         yield _plain(description, total, done)
@@ -37,7 +37,11 @@ def bar(description: str, total: float | None, done: float = 0) -> Iterator[Adva
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=total, completed=int(done), note="")
-        yield lambda n=1, note="": progress.update(task, advance=n, note=note)
+
+        def advance(n: float = 1, note: str = "") -> None:
+            progress.update(task, advance=n, note=note)
+
+        yield advance
 
 
 def _plain(description: str, total: float | None, done: float) -> Advance:

@@ -20,7 +20,6 @@ from alcoda import api
 from alcoda.data.prepare import Data, prepare
 from alcoda.files import read_json, write_json
 from alcoda.measure.bigram import Bigram
-from alcoda.train import checkpoint
 from alcoda.train.recipe import Recipe, load_recipe
 from alcoda.train.run import RunFolder
 
@@ -29,7 +28,9 @@ PROMPTS = ("def main(", "import os\n", "class Queue:\n    ")
 TEMPERATURE = 0.0
 
 
-def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, settings: Sequence[str] = ()) -> dict[str, Any]:
+def quickstart(
+    out: str | Path = "runs/quickstart", fresh: bool = False, settings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train, evaluate, generate, report; returns what the command prints as its last line.
 
     Args:
@@ -49,12 +50,17 @@ def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, setting
     if fresh:
         _delete(run)
     ledger = recipe.ledger()
-    say(f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.train.steps} steps, loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}")
-    trained = _train(recipe, run)
+    say(
+        f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.train.steps} steps, "
+        f"loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}"
+    )
+    trained = api.train(recipe, run.path, resume=run.exists)
     if trained.status == "stopped":
         say(f"stopped at step {trained.train_step}; the same command goes on from there")
         return {"run": str(run.path), "status": "stopped", "tokens": trained.tokens, "params": ledger.params}
-    say(f"[bold]2/4[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on")
+    say(
+        f"[bold]2/4[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on"
+    )
     scores = _evaluate(recipe, run)
     for row in scores["by_depth"]:
         say(f"      {row['loops']:>3} loops  {row['bits_per_byte']:.4f}  [{row['low']:.4f}, {row['high']:.4f}]")
@@ -65,7 +71,12 @@ def quickstart(out: str | Path = "runs/quickstart", fresh: bool = False, setting
         say(sample["prompt"] + sample["text"].rstrip(), markup=False)
     say("[bold]4/4[/] report")
     page = api.report([run.path], run.report)
-    say(f"report: {page}\nnext:   alcoda generate {run.path} --prompt 'def main(' --loops 8\n        alcoda eval {run.path} --loops 1,3,6,12\n        alcoda train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated")
+    say(
+        f"report: {page}\n"
+        f"next:   alcoda generate {run.path} --prompt 'def main(' --loops 8\n"
+        f"        alcoda eval {run.path} --loops 1,3,6,12\n"
+        f"        alcoda train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated"
+    )
     gain = next((g for g in scores["gain"] if (g["from_loops"], g["to_loops"]) == (1, 8)), None)
     return {
         "run": str(run.path),
@@ -97,23 +108,15 @@ def _delete(run: RunFolder) -> None:
             shutil.rmtree(run.path)
 
 
-def _train(recipe: Recipe, run: RunFolder) -> api.TrainResult:
-    begun = run.exists
-    if not begun or not checkpoint.listed(run.checkpoints) or checkpoint.step_of(checkpoint.listed(run.checkpoints)[-1]) < recipe.train.steps:
-        for stale in (run.eval_json, run.samples_json):
-            stale.unlink(missing_ok=True)
-    return api.train(recipe, run.path, resume=begun)
-
-
 def _evaluate(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
-    if run.eval_json.exists():
+    if api.is_measured(run):
         scores = read_json(run.eval_json)
         if scores.get("bigram_bits_per_byte") is not None:
             return {**scores, "bits_per_byte": {int(n): v for n, v in scores["bits_per_byte"].items()}}
     lm = api.load(run.path)
     scores = api.evaluate(lm).to_json()
     scores["bigram_bits_per_byte"] = bigram_bits_per_byte(prepare(recipe.data, lm.tokenizer))
-    write_json(run.eval_json, scores)
+    api.keep_scores(run, scores)
     return scores
 
 

@@ -149,11 +149,17 @@ def main() -> None:
         steps = {name: stepper(elastic, options.rows, dtype) for name, dtype in dtypes.items()}
         seconds = medians(steps, options.repeats)
         result["bf16_over_fp32_speed"] = seconds["float32"] / seconds["bfloat16"]
-        print(f"b. bf16 steps of the elastic model are {result['bf16_over_fp32_speed']:.2f} times as fast as fp32", flush=True)
+        print(
+            f"b. bf16 steps of the elastic model are {result['bf16_over_fp32_speed']:.2f} times as fast as fp32",
+            flush=True,
+        )
     memory = {recompute: peak_memory(options.width, options.rows, recompute) for recompute in (False, True)}
     result["recompute_over_kept_memory"] = memory[True] / memory[False]
     result["peak_step_bytes"] = {"kept": memory[False], "recompute": memory[True]}
-    print(f"c. peak memory of a step: {memory[True] / 1e6:.0f} MB recomputed, {memory[False] / 1e6:.0f} MB kept", flush=True)
+    print(
+        f"c. peak memory of a step: {memory[True] / 1e6:.0f} MB recomputed, {memory[False] / 1e6:.0f} MB kept",
+        flush=True,
+    )
     print(json.dumps(result))
 
 

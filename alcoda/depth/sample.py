@@ -97,13 +97,17 @@ class Uniform(Depth):
     @model_validator(mode="after")
     def _order(self) -> Self:
         if self.max is not None and self.max < self.min:
-            raise ValueError(f"uniform depth needs min <= max, got min={self.min}, max={self.max}: swap them or raise max")
+            raise ValueError(
+                f"uniform depth needs min <= max, got min={self.min}, max={self.max}: swap them or raise max"
+            )
         return self
 
     def resolve(self, n_loops: int) -> Self:
         top = self.max or n_loops
         if top < self.min:
-            raise UsageError(f"depth.min={self.min} is above the model's n_loops={n_loops}: lower min, or set depth.max")
+            raise UsageError(
+                f"depth.min={self.min} is above the model's n_loops={n_loops}: lower min, or set depth.max"
+            )
         return self.model_copy(update={"max": top})
 
     def pmf(self) -> dict[int, float]:
@@ -192,13 +196,13 @@ class LogNormalPoisson(Depth):
         return n if self.max is None else min(n, self.max)
 
 
-def _set(value: float | int | None):  # noqa: ANN202
+def _set(value: float | int | None):
     if value is None:
         raise ValueError("resolve the sampler with the model's n_loops first")
     return value
 
 
-def _check_bounds(depth, mean: float | None, low: int, high: int | None):  # noqa: ANN001, ANN202
+def _check_bounds(depth, mean: float | None, low: int, high: int | None):
     if high is not None and high < low:
         raise UsageError(f"depth needs min <= max, got min={low}, max={high}: swap them or raise max")
     if mean is not None and high is not None and not low <= mean <= high:

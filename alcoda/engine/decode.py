@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: t
     return int(torch.multinomial(weights_V, 1, generator=generator))
 
 
-@torch.no_grad()
 def decode(
     model: RecurrentLM,
     prompt: Sequence[int],
@@ -54,31 +53,54 @@ def decode(
         dtype: of the passes.
     """
     model.config.check_loops(loops)
-    _check(len(prompt), max_tokens, temperature, top_k, model.config.seq_len)
-    device = model.embed.weight.device
+    _check(len(prompt), max_tokens, temperature, top_k, seed, model.config.seq_len)
     generator = torch.Generator().manual_seed(seed)
     room = min(max_tokens, model.config.seq_len - len(prompt))
+
+    def pick(logits_V: Tensor) -> int | None:
+        token = sample(logits_V[:n_vocab].float().cpu(), temperature, top_k, generator)
+        return None if token == stop else token
+
+    # The arguments are checked when this is called, not when the first token is asked for.
+    return _decode(model, prompt, loops, room, pick, dtype)
+
+
+@torch.no_grad()
+def _decode(
+    model: RecurrentLM,
+    prompt: Sequence[int],
+    loops: int,
+    room: int,
+    pick: Callable[[Tensor], int | None],
+    dtype: torch.dtype,
+) -> Iterator[int]:
+    device = model.embed.weight.device
     store = KeyStore(len(prompt) + room)
     ids_BT = torch.tensor([list(prompt)], device=device)
     for _ in range(room):
         with autocast(device, dtype):
             y_BTD = next(model.readouts(ids_BT, [loops], store=store))
-            logits_V = model.logits(y_BTD[0, -1])[:n_vocab].float().cpu()
-        token = sample(logits_V, temperature, top_k, generator)
-        if token == stop:
+            logits_V = model.logits(y_BTD[0, -1])
+        token = pick(logits_V)
+        if token is None:
             return
         yield token
         ids_BT = torch.tensor([[token]], device=device)
 
 
-def _check(n_prompt: int, max_tokens: int, temperature: float, top_k: int | None, seq_len: int) -> None:
+def _check(n_prompt: int, max_tokens: int, temperature: float, top_k: int | None, seed: int, seq_len: int) -> None:
     if n_prompt < 1:
         raise UsageError("the prompt has no tokens: give some text")
     if n_prompt >= seq_len:
-        raise UsageError(f"the prompt has {n_prompt} tokens and the context holds {seq_len}: shorten it to {seq_len - 1}")
+        raise UsageError(
+            f"the prompt has {n_prompt} tokens (with the one that begins a document) and the context holds {seq_len}, "
+            f"the next one included: shorten it by {n_prompt - seq_len + 1} or more"
+        )
     if max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens}: at least 1")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"temperature={temperature}: 0 (the likeliest token) or more")
     if top_k is not None and top_k < 1:
         raise UsageError(f"top_k={top_k}: at least 1")
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(f"seed={seed}: 0 to 2^63 - 1")

@@ -53,16 +53,19 @@ class LM:
         """
         loops = self._loops(loops)
         try:
-            ids_BT = torch.as_tensor(np.asarray(ids) if not isinstance(ids, Tensor) else ids)
+            given = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
         except ValueError:
             raise UsageError("ids: all rows must have one length") from None
-        if ids_BT.dim() not in (1, 2) or ids_BT.numel() == 0 or ids_BT.is_floating_point() or ids_BT.dtype == torch.bool:
-            raise UsageError(f"ids of shape {tuple(ids_BT.shape)} and type {ids_BT.dtype}: whole numbers [T] or [B, T] are needed")
+        if given.ndim not in (1, 2) or given.size == 0 or not np.issubdtype(given.dtype, np.integer):
+            raise UsageError(
+                f"ids of shape {given.shape} and type {given.dtype}: whole numbers [T] or [B, T] are needed"
+            )
+        ids_BT = torch.from_numpy(given.astype(np.int64))
         low, high, n = int(ids_BT.min()), int(ids_BT.max()), self.model.config.vocab_size
         if low < 0 or high >= n:
             raise UsageError(f"ids from {low} to {high}: this model has the ids 0 to {n - 1}")
         device = self.model.embed.weight.device
-        rows_BT = ids_BT.long().to(device)
+        rows_BT = ids_BT.to(device)
         rows_BT = rows_BT[None] if ids_BT.dim() == 1 else rows_BT
         with autocast(device, self.loaded.dtype):
             logits_BTV = self.model(rows_BT, loops).float()
@@ -82,7 +85,7 @@ class LM:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Iterator[str]:
-        """Yields the text that follows ``prompt``, piece by piece, each piece whole characters.
+        """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters.
 
         Args:
             prompt: text; an empty one begins a document.
@@ -91,6 +94,9 @@ class LM:
             temperature: 0 takes the likeliest token each time.
             top_k: draw among so many likeliest tokens only.
             seed: of the draws; the same seed gives the same text.
+
+        Raises:
+            UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
         """
         loops = self._loops(loops)
         # Training documents begin with end-of-text: it is what the first token is predicted from.
@@ -107,6 +113,9 @@ class LM:
             n_vocab=self.tokenizer.vocab_size,
             dtype=self.loaded.dtype,
         )
+        return self._text(tokens)
+
+    def _text(self, tokens: Iterator[int]) -> Iterator[str]:
         # A character may be split over tokens: the decoder keeps its bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
@@ -128,7 +137,8 @@ def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype
         path: the folder that ``alcoda train --out`` wrote.
         checkpoint: ``best`` (lowest validation loss), ``last``, or a checkpoint's name.
         device: ``auto``, ``cpu`` or ``cuda``.
-        dtype: ``auto`` (bf16 where the hardware multiplies in it), ``bfloat16`` or ``float32``.
+        dtype: ``bfloat16``, ``float32``, or ``auto``: float32 for a run that asked for it, else bf16 where the hardware
+            multiplies in it.
 
     Raises:
         UsageError, RunError: no run, no checkpoint, or a damaged one; the message says which.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from alcoda import progress
+from alcoda.data.config import Splits
+from alcoda.data.corpora import FORMS
 from alcoda.data.prepare import open_corpus, prepare
 from alcoda.data.splits import Stream
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, did_you_mean
 from alcoda.measure.bootstrap import MIN_DOCUMENTS, N_BLOCKS, Interval, paired_gain, ratio_interval
 from alcoda.train.load import LoadedRun
 from alcoda.train.score import score
@@ -111,6 +114,8 @@ def evaluate(
     depths = sorted({run.recipe.model.check_loops(n) for n in (loops or run.recipe.eval.loops)})
     streams = streams_of(run, data)
     n_tokens = sum(min(s.n_tokens, max_tokens or s.n_tokens) for s in streams.values())
+    if max_tokens is not None and all(s.n_tokens <= max_tokens for s in streams.values()):
+        max_tokens = None
     by_documents = all(s.n_documents >= MIN_DOCUMENTS for s in streams.values()) and max_tokens is None
     sums = {}
     with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", n_tokens) as advance:
@@ -121,9 +126,12 @@ def evaluate(
 
 def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
     """The streams of a split of the run's data, or of a corpus, by source."""
-    if ":" in data or data == "pystdlib":
+    parts = ("train", *Splits.model_fields)
+    if data in parts:
+        return prepare(run.recipe.data, run.tokenizer).split(data)
+    if ":" in data or data in FORMS or Path(data).exists():
         return {data: open_corpus(data, run.tokenizer)}
-    return prepare(run.recipe.data, run.tokenizer).split(data)
+    raise UsageError(f"data {data!r}{did_you_mean(data, (*parts, *FORMS))} (a corpus is FORM:PATH, as text:{data})")
 
 
 def _sum(
@@ -135,7 +143,7 @@ def _sum(
     max_tokens: int | None,
     advance: progress.Advance,
 ) -> _Sums:
-    n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
+    n_tokens = stream.n_tokens if max_tokens is None else min(stream.n_tokens, max_tokens)
     if n_tokens < 2:
         raise UsageError(f"{stream.name}: {n_tokens} tokens are too few to score; at least 2 are needed")
     # Units end where a document ends, or are equal shares of the tokens.
@@ -171,14 +179,16 @@ def _result(
     keep_U = bytes_U > 0
     nats_LU, bytes_U = nats_LU[:, keep_U], bytes_U[keep_U]
     n_scored = sum(s.n_scored for s in sums.values())
-    if not n_scored:
-        raise UsageError(f"{data}: no token of it stands for text, so there is nothing to score")
+    if len(bytes_U) < 2:
+        raise UsageError(
+            f"{data}: {n_scored} of its tokens stand for text and have one before them; at least 2 are needed to score"
+        )
     intervals = [_interval(ratio_interval, nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
     gains = [_interval(paired_gain, nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
     note = None
     if not by_documents:
-        n_documents = sum(s.n_documents for s in sums.values())
-        few = f"{n_documents} documents are too few" if n_documents < MIN_DOCUMENTS else "only part of the text was scored"
+        n_documents = min(s.n_documents for s in sums.values())
+        few = f"{n_documents} documents are too few" if n_documents < MIN_DOCUMENTS else "only part of it was scored"
         note = f"{few}: intervals are over {len(bytes_U)} contiguous blocks of tokens"
     return EvalResult(
         data=data,

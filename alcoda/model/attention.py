@@ -56,7 +56,9 @@ class GroupedQuery(Attention):
     def check(self, shape: Shape) -> None:
         if shape.n_heads % self.n_kv_heads:
             fits = [n for n in range(1, shape.n_heads + 1) if shape.n_heads % n == 0]
-            raise ValueError(f"attention.n_kv_heads={self.n_kv_heads} must divide n_heads={shape.n_heads}: one of {fits}")
+            raise ValueError(
+                f"attention.n_kv_heads={self.n_kv_heads} must divide n_heads={shape.n_heads}: one of {fits}"
+            )
 
 
 class AttentionModule(nn.Module):

@@ -68,14 +68,18 @@ class ModelConfig(Config):
         if n_loops < 1:
             raise UsageError(f"{name}={n_loops}: at least 1 loop is needed")
         if n_loops > 1 and not self.is_recurrent:
-            raise UsageError(f"{name}={n_loops}: this model is dense (n_core=0) and has nothing to loop; {name}=1 is its only depth")
+            raise UsageError(
+                f"{name}={n_loops}: this model is dense (n_core=0) and has nothing to loop; {name}=1 is its only depth"
+            )
         return n_loops
 
     @model_validator(mode="after")
     def _combination(self) -> Self:
         shape = self.shape
         if self.d_head is None and self.d_model % self.n_heads:
-            near = min((h for h in range(1, self.d_model + 1) if self.d_model % h == 0), key=lambda h: abs(h - self.n_heads))
+            near = min(
+                (h for h in range(1, self.d_model + 1) if self.d_model % h == 0), key=lambda h: abs(h - self.n_heads)
+            )
             raise ValueError(
                 f"n_heads={self.n_heads} must divide d_model={self.d_model}: for example n_heads={near}; or set d_head"
             )
@@ -88,7 +92,10 @@ class ModelConfig(Config):
         else:
             self._check_dense()
         if self.final_norm == "shared" and not self.loop_norm.has_norm:
-            raise ValueError("final_norm 'shared' is the loop norm's weight again: set loop_norm to before_coda or every_loop, or final_norm to own")
+            raise ValueError(
+                "final_norm 'shared' is the loop norm's weight again: set loop_norm to before_coda or every_loop, or "
+                "final_norm to own"
+            )
         return self
 
     def _check_recurrent(self) -> None:
@@ -100,9 +107,14 @@ class ModelConfig(Config):
 
     def _check_dense(self) -> None:
         if self.n_loops != 1:
-            raise ValueError(f"n_core=0 has nothing to loop: set n_loops to 1 (got {self.n_loops}), or n_core to 1 or more")
+            raise ValueError(
+                f"n_core=0 has nothing to loop: set n_loops to 1 (got {self.n_loops}), or n_core to 1 or more"
+            )
         for field in ("state_init", "inject", "update", "loop_norm"):
             default = type(self).model_fields[field].default
             chosen = getattr(self, field)
             if chosen != default:
-                raise ValueError(f"n_core=0 has no loop for {field} {chosen.kind!r} to act in: remove it (the null choice is {default.kind!r}), or set n_core")
+                raise ValueError(
+                    f"n_core=0 has no loop for {field} {chosen.kind!r} to act in: remove it (the null choice is "
+                    f"{default.kind!r}), or set n_core to 1 or more"
+                )

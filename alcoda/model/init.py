@@ -3,7 +3,7 @@
 | parameter | start |
 |---|---|
 | linear and embedding weights | N(0, init_std) |
-| maps back into the residual stream (attention out, MLP down) | N(0, init_std / sqrt(2 L)), L = blocks that run at n_loops |
+| maps back into the residual stream (RESIDUAL) | N(0, init_std / sqrt(2 L)), L = blocks that run at n_loops |
 | biases | 0 |
 | norm weights | 1 |
 | the gate's last bias, an identity adapter | as their choice says (``init_special``) |

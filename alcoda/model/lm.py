@@ -1,8 +1,8 @@
 """`RecurrentLM`: embed, prelude, a loop of one shared core, coda, head. It names no variant and has no branch on one.
 
-    tokens -> embed -> prelude -> e            (the anchor, fixed from here on)
-              loop t = 0 .. r-1:   x = inject(h, e);   y = core(x, keys);   h = loop_norm(update(h, y, e))
-              loop norm -> coda -> norm -> head -> logits
+tokens -> embed -> prelude -> e            (the anchor, fixed from here on)
+          loop t = 0 .. r-1:   x = inject(h, e);   y = core(x, keys);   h = loop_norm(update(h, y, e))
+          loop norm -> coda -> norm -> head -> logits
 """
 
 from __future__ import annotations

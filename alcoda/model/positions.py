@@ -54,7 +54,9 @@ class Rope(Position):
 
     def check(self, shape: Shape) -> None:
         if shape.d_head % 2:
-            raise ValueError(f"position rope needs an even d_head, got {shape.d_head}: change d_model / n_heads, or set d_head")
+            raise ValueError(
+                f"position rope needs an even d_head, got {shape.d_head}: change d_model / n_heads, or set d_head"
+            )
 
     def build(self, shape: Shape) -> PositionModule:
         return RopeModule(self.base, shape.d_head)

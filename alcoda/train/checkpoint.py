@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,36 +70,63 @@ def step_of(path: Path) -> int:
 
 def check(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are all there in full; RunError otherwise."""
-    manifest_path = path / MANIFEST
-    if not manifest_path.exists():
-        raise RunError(f"{path} is not a checkpoint: it has no {MANIFEST}.{_older(path)}")
-    manifest = read_json(manifest_path)
+    try:
+        return _manifest(path)
+    except RunError as error:
+        raise RunError(f"{error}.{_way_out(path)}") from None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    if not (path / MANIFEST).exists():
+        raise RunError(f"{path} is not a checkpoint: it has no {MANIFEST}")
+    manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise RunError(f"{path} is not a checkpoint of this project: its {MANIFEST} does not say {FORMAT}.{_older(path)}")
-    for name, expected in manifest["files"].items():
+        raise RunError(f"{path} is not a checkpoint of this project: its {MANIFEST} does not say {FORMAT}")
+    for name, about in _files(path, manifest).items():
         file = path / name
-        found = file.stat().st_size if file.exists() else None
-        if found != expected["bytes"]:
-            have = "is missing" if found is None else f"has {found:,} bytes of {expected['bytes']:,}"
-            raise RunError(f"the checkpoint {path} is damaged: {name} {have}.{_older(path)}")
+        found, expected = file.stat().st_size if file.exists() else None, about["bytes"]
+        if found != expected:
+            have = "is missing" if found is None else f"has {found:,} bytes of {expected:,}"
+            raise RunError(f"the checkpoint {path} is damaged: {name} {have}")
     return manifest
 
 
-def _older(path: Path) -> str:
-    older = [p for p in listed(path.parent) if p != path and (p / MANIFEST).exists()]
-    if not older:
-        return " There is no other checkpoint beside it: train again"
-    return f" Remove that folder to go on from {older[-1].name}, the newest of the others"
+def _files(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    files = manifest.get("files")
+    if not isinstance(files, dict) or files.keys() != {WEIGHTS, TRAIN_STATE}:
+        raise RunError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {WEIGHTS} and {TRAIN_STATE}")
+    return files
+
+
+def _way_out(path: Path) -> str:
+    others = [p for p in listed(path.parent) if p != path and _is_whole(p)]
+    if not others:
+        return " There is no other whole checkpoint beside it: train again"
+    return f" Remove that folder to go on from {others[-1].name}, the newest of the others that are whole"
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _manifest(path)
+    except RunError:
+        return False
+    return True
+
+
+def _read(path: Path, name: str, load: Callable[[Path], Any]) -> Any:
+    """A file of a checkpoint, after a look at its hash: a damaged one of the right size would load as nonsense."""
+    expected = check(path)["files"][name]["sha256"]
+    try:
+        if sha256(path / name) != expected:
+            raise RunError("its bytes are not those that were written")
+        return load(path / name)
+    except Exception as error:  # torch raises half a dozen kinds here
+        raise RunError(f"the checkpoint {path} is damaged: {name} cannot be read ({error}).{_way_out(path)}") from None
 
 
 def load_weights(path: Path, model: RecurrentLM) -> None:
     """Fill ``model`` from a checkpoint, name by name."""
-    check(path)
-    try:
-        weights = load_file(path / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"the checkpoint {path} is damaged: {WEIGHTS} cannot be read ({error}).{_older(path)}") from None
-    have, want = weights, model.state_dict()
+    have, want = _read(path, WEIGHTS, load_file), model.state_dict()
     wrong = [f"missing {name}" for name in want if name not in have]
     wrong += [f"unknown {name}" for name in have if name not in want]
     wrong += [
@@ -108,18 +136,14 @@ def load_weights(path: Path, model: RecurrentLM) -> None:
     ]
     if wrong:
         shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise RunError(f"the checkpoint {path} does not fit the run's recipe: {shown}")
+        raise RunError(f"the checkpoint {path} does not fit the run's recipe: {shown}.{_way_out(path)}")
     # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it).
-    model.load_state_dict(weights)
+    model.load_state_dict(have)
 
 
 def load_train_state(path: Path) -> dict[str, Any]:
     """Optimizer, data position and random state of a checkpoint."""
-    check(path)
-    try:
-        return torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds here
-        raise RunError(f"the checkpoint {path} is damaged: {TRAIN_STATE} cannot be read ({error}).{_older(path)}") from None
+    return _read(path, TRAIN_STATE, lambda file: torch.load(file, map_location="cpu", weights_only=True))
 
 
 def prune(folder: Path, keep_last: int, best_step: int | None) -> None:

@@ -15,6 +15,8 @@ from alcoda.errors import UsageError
 
 def pick_device(name: str = "auto") -> torch.device:
     """``auto``: the GPU if there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}. Allowed: auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda, but torch sees no GPU here: set device to auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -31,7 +33,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto``: bfloat16 where the hardware has it, else float32."""
     if name == "auto":
         name = "bfloat16" if has_fast_bf16(device) else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise UsageError(f"unknown dtype {name!r}. Allowed: auto, {', '.join(dtypes)}")
+    return dtypes[name]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -41,6 +41,8 @@ class LoadedRun:
 def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:
     """Load the ``best`` (lowest validation loss at n_loops) or the ``last`` checkpoint of a run, or ``step_XXXXXXXX``.
 
+    ``dtype`` auto is float32 for a run that asked for it, else bf16 where the hardware multiplies in it.
+
     Raises:
         UsageError: no run there, or no such checkpoint.
         RunError: a damaged checkpoint, or a tokenizer that is not the one it was trained with.
@@ -50,14 +52,21 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     where = pick_checkpoint(run, which)
     manifest = checkpoint.check(where)
     tokenizer = run.load_tokenizer()
-    if tokenizer.sha256 != manifest["tokenizer_sha256"]:
-        raise RunError(
-            f"{run.tokenizer} is not the tokenizer that {where.name} was trained with: put back the one of the run"
-        )
+    check_tokenizer(run, where, tokenizer)
     on = pick_device(device)
+    if dtype == "auto" and recipe.train.dtype == "float32":
+        dtype = "float32"
     model = checkpoint.build(recipe.model, on)
     checkpoint.load_weights(where, model)
     return LoadedRun(run, recipe, model.eval(), tokenizer, pick_dtype(dtype, on), manifest["train_step"])
+
+
+def check_tokenizer(run: RunFolder, path: Path, tokenizer: Tokenizer) -> None:
+    """RunError where ``tokenizer``, of the run's folder, is not the one of the checkpoint in ``path``."""
+    if tokenizer.sha256 != checkpoint.check(path)["tokenizer_sha256"]:
+        raise RunError(
+            f"{run.tokenizer} is not the tokenizer that {path.name} was trained with: put back the one of the run"
+        )
 
 
 def pick_checkpoint(run: RunFolder, which: str) -> Path:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,14 +24,15 @@ from alcoda.data.prepare import Data, prepare
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.sample import LoopPlan
 from alcoda.errors import RunError, UsageError
-from alcoda.files import write_text
+from alcoda.files import remove_abandoned, write_text
 from alcoda.model.cost import TrainingDepth, ledger
 from alcoda.train import checkpoint
 from alcoda.train.device import autocast, describe, pick_device, pick_dtype
+from alcoda.train.load import check_tokenizer
 from alcoda.train.recipe import Recipe
 from alcoda.train.run import RunFolder, provenance
 from alcoda.train.score import score
-from alcoda.train.track import Trackers
+from alcoda.train.track import Trackers, check_trackers
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,26 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
     recipe, run = recipe.resolved(), RunFolder(out)
     device = pick_device(recipe.train.device)
     dtype = pick_dtype(recipe.train.dtype, device)
+    check_trackers(recipe.track)
     run.check_begin(recipe, resume)
     with run.locked():
         run.check_begin(recipe, resume)
         tokenizer = run.load_tokenizer() if run.tokenizer.exists() else None
+        saved = checkpoint.listed(run.checkpoints)
+        if saved and tokenizer is not None:
+            check_tokenizer(run, saved[-1], tokenizer)
         data = prepare(recipe.data, tokenizer)
         check_vocabulary(recipe, data.tokenizer)
         trainer = Trainer(recipe, run, data, device, dtype)
+        if saved:
+            trainer.restore(saved[-1])
         # All that can be refused has been: from here on the folder is a run.
+        remove_abandoned(run.path)
+        remove_abandoned(run.checkpoints)
         write_text(run.recipe_yaml, recipe.to_yaml())
         if tokenizer is None:
             data.tokenizer.save(run.tokenizer)
-        return trainer.run_to_end(resume)
+        return trainer.run_to_end()
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -93,7 +104,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 class Trainer:
-    """One run in progress."""
+    """One run in progress, at its beginning; `restore` moves it to a checkpoint."""
 
     def __init__(self, recipe: Recipe, run: RunFolder, data: Data, device: torch.device, dtype: torch.dtype) -> None:
         self.recipe, self.run, self.data, self.device, self.dtype = recipe, run, data, device, dtype
@@ -111,30 +122,29 @@ class Trainer:
         self.batch_state: Any = None
         self.saved_step: int | None = None
         self.step_flops = lru_cache(maxsize=None)(self._step_flops)
+        torch.manual_seed(recipe.train.seed)
 
-    def run_to_end(self, resume: bool) -> TrainResult:
+    def run_to_end(self) -> TrainResult:
         """Train until the recipe's last step or a signal."""
-        torch.manual_seed(self.recipe.train.seed)
-        if resume:
-            self._restore()
         self._begin_record()
         if self.recipe.train.compile:
             self._compile()
-        trackers = Trackers(self.recipe, self.run, self.train_step)
-        status = "failed"
         try:
-            with stop_on_signal() as stop:
+            with closing(Trackers(self.recipe, self.run, self.train_step)) as trackers, stop_on_signal() as stop:
                 status = self._loop(trackers, stop)
-        finally:
-            trackers.close()
-            self.run.update_record(status=status, result=self._result_json())
+        except BaseException:
+            # What went wrong is for the user to see, not that it could not be noted down either.
+            with suppress(RunError):
+                self.run.update_record(status="failed", result=self._result_json())
+            raise
+        self.run.update_record(status=status, result=self._result_json())
         return TrainResult(
             self.run.path,
             status,
             self.train_step,
             self.tokens,
             self.loss,
-            self.best and self.best["bits_per_byte"],
+            self.best["bits_per_byte"] if self.best else None,
             self.executed_flops,
             self.wall_s,
         )
@@ -142,7 +152,7 @@ class Trainer:
     def _loop(self, trackers: Trackers, stop: threading.Event) -> str:
         config = self.recipe.train
         self.model.train()
-        since = _Window(self.wall_s, self.tokens)
+        since = self._window()
         began = time.perf_counter() - self.wall_s
         with progress.bar("training", config.steps, self.train_step) as advance:
             while self.train_step < config.steps:
@@ -165,12 +175,19 @@ class Trainer:
                 if self.train_step % config.log_every == 0 or last or self.train_step == 1:
                     record = since.record(self, loss, grad_norm, lr, plan)
                     trackers.log(record)
-                    since = _Window(self.wall_s, self.tokens)
+                    since = self._window()
                 if self.train_step % self.recipe.eval.every == 0 or last:
                     self._validate(trackers)
                 if self.train_step % config.checkpoint_every == 0 or last:
                     self._save()
         return "finished"
+
+    def _window(self) -> _Window:
+        """What happened since the last logged step. Depths are known of every step, also of an earlier session."""
+        every = self.recipe.train.log_every
+        logged = max(self.train_step - self.train_step % every, min(self.train_step, 1))
+        plans = (self.recipe.depth.draw(self.recipe.train.seed, n) for n in range(logged, self.train_step))
+        return _Window(self.wall_s, self.tokens, [plan.n_loops for plan in plans])
 
     def _step(self, batch: Batch, plan: LoopPlan) -> tuple[float, float]:
         """One optimizer step; the loss in nats a token, and the norm of the gradients before clipping."""
@@ -216,7 +233,7 @@ class Trainer:
     def _validate(self, trackers: Trackers) -> None:
         config, at_nominal = self.recipe.eval, {}
         for name, stream in self.data.split("valid").items():
-            nats_L, n_bytes, n_scored = 0.0, 0, 0
+            nats_L, n_bytes, n_scored = np.zeros(len(config.loops)), 0, 0
             for scored in score(
                 self.model,
                 stream,
@@ -226,7 +243,7 @@ class Trainer:
                 max_tokens=config.tokens,
                 dtype=self.dtype,
             ):
-                nats_L = nats_L + scored.nats_LN.sum(1)
+                nats_L += scored.nats_LN.sum(1)
                 n_bytes += int(scored.bytes_N.sum())
                 n_scored += int((scored.bytes_N > 0).sum())
             for loops, nats in zip(config.loops, nats_L, strict=True):
@@ -271,20 +288,11 @@ class Trainer:
             self.run.checkpoints, self.recipe.train.keep_checkpoints, self.best["train_step"] if self.best else None
         )
 
-    def _restore(self) -> None:
-        saved = checkpoint.listed(self.run.checkpoints)
-        if not saved:
-            return  # killed before its first checkpoint: the same as a new start
-        newest = saved[-1]
-        manifest = checkpoint.check(newest)
-        if manifest["tokenizer_sha256"] != self.data.tokenizer.sha256:
-            raise UsageError(
-                f"the tokenizer of {self.run.path} is not the one that {newest.name} was trained with: put back the "
-                "tokenizer.json of the run"
-            )
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint."""
         self._check_corpora()
-        checkpoint.load_weights(newest, self.model)
-        state = checkpoint.load_train_state(newest)
+        checkpoint.load_weights(path, self.model)
+        state = checkpoint.load_train_state(path)
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
         torch.set_rng_state(state["rng"])
@@ -307,8 +315,8 @@ class Trainer:
         for source in self.data.describe()["sources"]:
             if before.get(source["name"]) != source["content_hash"]:
                 raise UsageError(
-                    f"the corpus {source['corpus']} has changed since {self.run.path} was begun: put the old text back, "
-                    "or begin a new run with another --out"
+                    f"the corpus {source['corpus']} has changed since {self.run.path} was begun: put the old text "
+                    "back, or begin a new run with another --out"
                 )
 
     def _compile(self) -> None:
@@ -357,8 +365,8 @@ class Trainer:
 class _Window:
     """What happened since the last logged step."""
 
-    def __init__(self, wall_s: float, tokens: int) -> None:
-        self.wall_s, self.tokens, self.loops = wall_s, tokens, []
+    def __init__(self, wall_s: float, tokens: int, loops: list[int]) -> None:
+        self.wall_s, self.tokens, self.loops = wall_s, tokens, loops
 
     def add(self, n_loops: int) -> None:
         self.loops.append(n_loops)
@@ -386,7 +394,7 @@ class _Window:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
+def stop_on_signal() -> Generator[threading.Event]:
     """Set by the first SIGINT or SIGTERM; a second one acts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -396,6 +404,8 @@ def stop_on_signal() -> Iterator[threading.Event]:
 
     def handle(number: int, frame: Any) -> None:
         stop.set()
+        # Past Python's own buffers, which the interrupted code may be writing to.
+        os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
         for one, handler in before.items():
             signal.signal(one, handler)
 

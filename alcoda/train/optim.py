@@ -71,7 +71,7 @@ class Muon(OptimizerConfig):
 
 
 class Schedule(Config):
-    """Linear warm-up from 0, then decay to ``final`` times the learning rate at the last step."""
+    """Linear warm-up to the full rate, then decay towards ``final`` times it: the step after the last would have it."""
 
     warmup_steps: NonNegativeInt = 100
     decay: Literal["cosine", "linear", "constant"] = "cosine"

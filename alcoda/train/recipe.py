@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from alcoda.config import Bool, Config, NonNegativeInt, PositiveFloat, PositiveInt, validate
 from alcoda.data.config import DataConfig
@@ -27,7 +27,7 @@ class TrainConfig(Config):
     """Rows of seq_len tokens in one optimizer step."""
     micro_batches: PositiveInt = 1
     """Gradient accumulation: the batch is run in so many parts. Must divide batch_size."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(lt=1 << 63)] = 0
     """Of the initial weights, the noise and the depths."""
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
@@ -49,7 +49,9 @@ class TrainConfig(Config):
     def _divides(self) -> Self:
         if self.batch_size % self.micro_batches:
             fits = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
-            raise ValueError(f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}: one of {fits}")
+            raise ValueError(
+                f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}: one of {fits}"
+            )
         return self
 
 
@@ -60,7 +62,7 @@ class EvalConfig(Config):
     tokens: PositiveInt = 20_000
     """At most so many tokens of each validation source."""
     loops: tuple[PositiveInt, ...] = ()
-    """Depths to score; the model's n_loops where empty. The deepest but n_loops decides nothing: `best` is at n_loops."""
+    """Depths to score; n_loops is always among them, and decides which checkpoint is the best."""
     batch_size: PositiveInt = 8
 
 
@@ -88,7 +90,9 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _dense_has_one_depth(self) -> Self:
         if not self.model.is_recurrent and not (isinstance(self.depth, Fixed) and self.depth.loops in (None, 1)):
-            raise ValueError(f"depth {self.depth.kind!r} with n_core=0: a dense model has one depth; set depth to fixed")
+            raise ValueError(
+                f"depth {self.depth.kind!r} with n_core=0: a dense model has one depth; set depth to fixed"
+            )
         return self
 
     def resolved(self) -> Recipe:
@@ -115,14 +119,18 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    found: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in found:
-            raise UsageError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
-        found[key] = loader.construct_object(value_node, deep=True)
-    return found
+    seen = set()
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a name is needed before the colon", problem_mark=key_node.start_mark)
+        if key_node.value in seen:
+            problem = f"the key {key_node.value!r} is given twice"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+        seen.add(key_node.value)
+    loader.flatten_mapping(node)  # keys that come with << may be given again: the nearer one holds
+    return {
+        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value
+    }
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -131,11 +139,12 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def parse_yaml(text: str, what: str) -> Any:
     """YAML as data; a syntax error names the place."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        raise UsageError(f"{what} is not valid YAML:{where} {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(f"{what} is not valid YAML:{where} {problem}") from None
 
 
 def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
@@ -146,7 +155,9 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder: give a recipe's YAML file (of a run: {path / 'recipe.yaml'})") from None
     except OSError as error:
         raise UsageError(f"cannot read the recipe {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -1,11 +1,11 @@
 """The run folder: what a run leaves behind, and who may write to it.
 
-    recipe.yaml        the resolved config
-    run.json           versions, commit, seeds, machine, data, ledger, state of the run
-    metrics.jsonl      a line a logged step, a line a validation
-    tokenizer.json
-    checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
-    eval.json, samples.json, report.html        (by the commands of these names)
+recipe.yaml        the resolved config
+run.json           versions, commit, seeds, machine, data, ledger, state of the run
+metrics.jsonl      a line a logged step, a line a validation
+tokenizer.json
+checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
+eval.json, samples.json, report.html        (by the commands of these names)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -63,7 +63,9 @@ class RunFolder:
         if not self.path.exists():
             raise UsageError(f"there is no run at {self.path}: give the folder that alcoda train wrote (--out)")
         if not self.exists:
-            raise UsageError(f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out)")
+            raise UsageError(
+                f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out)"
+            )
         return self
 
     def recipe(self) -> Recipe:
@@ -77,6 +79,9 @@ class RunFolder:
 
     def check_begin(self, recipe: Recipe, resume: bool) -> None:
         """Refuse a new run where one is, a resumed one where none is, and a resumed one with another config."""
+        file = next((p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None)
+        if file is not None:
+            raise UsageError(f"--out {self.path}: {file} is a file, and a run is a folder; give another --out")
         if not self.exists:
             if resume:
                 raise UsageError(f"there is no run at {self.path} to resume: leave --resume out to begin one")
@@ -95,8 +100,9 @@ class RunFolder:
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         """Hold the folder against other processes; the lock goes with the process, however it ends."""
+        is_new = not self.path.exists()
         with disk(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -108,14 +114,17 @@ class RunFolder:
                 raise UsageError(
                     f"{self.path} is in use by another alcoda (process {holder}): wait for it, or give another --out"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             try:
+                with disk(self.path):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                 yield
             finally:
-                if [p.name for p in self.path.iterdir()] == [".lock"]:  # refused before anything was begun
+                # Refused before anything was begun: leave no trace.
+                if self.path.exists() and [p.name for p in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
-                    self.path.rmdir()
+                    if is_new:
+                        self.path.rmdir()
         finally:
             os.close(descriptor)
 
@@ -135,7 +144,9 @@ def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as ``{"a.b": value}``."""
     if not isinstance(data, dict):
         return {prefix: data}
-    return {k: v for key, inner in data.items() for k, v in flatten(inner, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        k: v for key, inner in data.items() for k, v in flatten(inner, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
 def _may_change(key: str) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from alcoda.errors import UsageError
+from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, write_text
-from alcoda.train.recipe import Recipe
+from alcoda.train.recipe import Recipe, TrackConfig
 from alcoda.train.run import RunFolder
 
 
@@ -25,7 +26,6 @@ class JsonLines:
     """A line a record. Resuming from ``train_step`` drops the lines after it: they are about to be written again."""
 
     def __init__(self, path: Path, train_step: int) -> None:
-        self.path = path
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
@@ -35,12 +35,11 @@ class JsonLines:
             if record["train_step"] <= train_step:
                 kept.append(line + "\n")
         write_text(path, "".join(kept))
-        self.file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk did not take is not tried again when the file is closed.
+        self.file = path.open("ab", buffering=0)
 
     def log(self, record: dict[str, Any]) -> None:
-        with disk(self.path):
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+        self.file.write(f"{json.dumps(record)}\n".encode())
 
     def close(self) -> None:
         self.file.close()
@@ -50,10 +49,8 @@ class TensorBoard:
     """Scalars under ``train/`` and ``eval/SOURCE/loops_N/``."""
 
     def __init__(self, folder: Path, train_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError("track.tensorboard needs the package tensorboard: pip install 'alcoda[track]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(folder), purge_step=train_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -68,18 +65,19 @@ class WandB:
     """The same scalars in Weights & Biases; offline runs are kept in the run folder for ``wandb sync``."""
 
     def __init__(self, recipe: Recipe, folder: Path, mode: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UsageError("track.wandb needs the package wandb: pip install 'alcoda[track]'") from None
+        import wandb
+
         os.environ.setdefault("WANDB_SILENT", "true")
-        self.run = wandb.init(
-            project=recipe.track.project,
-            name=recipe.name,
-            dir=str(folder),
-            mode="online" if mode == "online" else "offline",
-            config=recipe.model_dump(mode="json"),
-        )
+        try:
+            self.run = wandb.init(
+                project=recipe.track.project,
+                name=recipe.name,
+                dir=str(folder),
+                mode="online" if mode == "online" else "offline",
+                config=recipe.model_dump(mode="json"),
+            )
+        except wandb.Error as error:
+            raise RunError(f"Weights & Biases did not start: {error}. Set track.wandb to offline or off") from None
 
     def log(self, record: dict[str, Any]) -> None:
         self.run.log({**scalars(record), "train_step": record["train_step"]})
@@ -92,19 +90,30 @@ class Trackers:
     """All of the above that the recipe asks for."""
 
     def __init__(self, recipe: Recipe, run: RunFolder, train_step: int) -> None:
-        self.all: list[Tracker] = [JsonLines(run.metrics, train_step)]
+        self.path = run.path
+        self.all: list[Tracker] = []
         if recipe.track.tensorboard:
             self.all.append(TensorBoard(run.path / "tensorboard", train_step))
         if recipe.track.wandb != "off":
             self.all.append(WandB(recipe, run.path, recipe.track.wandb))
+        self.all.append(JsonLines(run.metrics, train_step))
 
     def log(self, record: dict[str, Any]) -> None:
-        for tracker in self.all:
-            tracker.log(record)
+        with disk(self.path):
+            for tracker in self.all:
+                tracker.log(record)
 
     def close(self) -> None:
-        for tracker in self.all:
-            tracker.close()
+        with disk(self.path):
+            for tracker in self.all:
+                tracker.close()
+
+
+def check_trackers(config: TrackConfig) -> None:
+    """Refuse what is asked for and not installed."""
+    for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb != "off")):
+        if wanted and find_spec(package) is None:
+            raise UsageError(f"track.{package} needs the package {package}: pip install 'alcoda[track]'")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

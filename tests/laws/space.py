@@ -148,7 +148,7 @@ def covering_array() -> list[Row]:
         row: Row = dict(min(counts, key=counts.__getitem__))
         for name in AXES:
             if name not in row:
-                best = sorted(range(len(AXES[name])), key=lambda i: -gain(row, name, i))  # noqa: B023
+                best = sorted(range(len(AXES[name])), key=lambda i: -gain(row, name, i))
                 row[name] = next(i for i in best if can_complete({**row, name: i}))
         rows.append(row)
         for pair in pairs_of(row):

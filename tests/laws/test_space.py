@@ -37,7 +37,7 @@ def test_every_switch_is_in_the_space() -> None:
 def test_every_legal_pair_is_covered() -> None:
     covered = {pair for row in space.covering_array() for pair in space.pairs_of(row)}
     assert covered == set(space.legal_pairs())
-    assert len(space.cases()) == len(set(case.config for case in space.cases())) == space.N_CASES
+    assert len(space.cases()) == len({case.config for case in space.cases()}) == space.N_CASES
 
 
 def test_control_a_missing_row_uncovers_a_pair() -> None:

@@ -1,0 +1,127 @@
+"""Law 5: the attention kernels equal their naive reference, in outputs and gradients, at awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from space import close
+from torch import Tensor
+
+from alcoda.model import attention
+from alcoda.model.attention import EXPLICIT_MAX_TOKENS, attend, attend_naive
+from alcoda.model.keys import View
+
+Attend = Callable[[Tensor, Tensor, Tensor, View], Tensor]
+
+H, K = 4, 8
+EXACT = 1e-10
+BF16 = 2**-5
+"""bf16 keeps 8 bits: a rounding is 2^-9 relative. Queries, scores, weights and sums are each rounded, so 16 of them."""
+
+groups = pytest.mark.parametrize("group", [1, 2, 4])
+
+
+def draw(n_queries: int, n_keys: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v, transposed from [B, T, H, K] as the model's are."""
+    sizes = [(n_queries, H), (n_keys, H // group), (n_keys, H // group)]
+    return tuple(torch.randn(2, n, heads, K, dtype=torch.float64).to(dtype).transpose(1, 2) for n, heads in sizes)
+
+
+def outputs_and_grads(f: Attend, qkv: tuple[Tensor, ...], view: View) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    y = f(*leaves, view)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, weight)]
+
+
+def check(fast: Attend, qkv: tuple[Tensor, ...], view: View) -> None:
+    dtype = qkv[0].dtype
+    exact = tuple(x.double() for x in qkv)
+    actual = outputs_and_grads(fast, qkv, view)
+    expected = outputs_and_grads(attend_naive, exact, view)
+    with torch.no_grad():
+        actual.append(fast(*qkv, view))  # inference may take another kernel
+    expected.append(expected[0])
+    names = ("output", "gradient of q", "gradient of k", "gradient of v", "output without gradients")
+    for name, a, b in zip(names, actual, expected, strict=True):
+        bound = EXACT if dtype == torch.float64 else BF16 * max(1.0, b.abs().max().item())
+        close(a.double(), b, bound, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+@groups
+@pytest.mark.parametrize("n_tokens", [1, 5, 63, 100, EXPLICIT_MAX_TOKENS + 1])
+def test_causal_attention(n_tokens: int, group: int, dtype: torch.dtype) -> None:
+    check(attend, draw(n_tokens, n_tokens, group, dtype), View(torch.arange(n_tokens), None, True))
+
+
+def test_training_on_a_cpu_takes_the_explicit_kernel_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spy(*qkv: Tensor) -> Tensor:
+        calls.append(qkv[0].size(2))
+        return explicit(*qkv)
+
+    explicit = attention._attend_explicit
+    monkeypatch.setattr(attention, "_attend_explicit", spy)
+    for n_tokens in (5, EXPLICIT_MAX_TOKENS, EXPLICIT_MAX_TOKENS + 1):
+        qkv, view = draw(n_tokens, n_tokens, 1, torch.float32), View(torch.arange(n_tokens), None, True)
+        attend(*qkv, view)
+        attend(*(x.requires_grad_() for x in qkv), view)
+    assert calls == [5, EXPLICIT_MAX_TOKENS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+@groups
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 63), (5, 12), (63, 100), (7, 5)])
+def test_masked_attention(n_queries: int, n_keys: int, group: int, dtype: torch.dtype) -> None:
+    """A random mask a row of the batch, in which some queries see nothing."""
+    mask = torch.rand(2, 1, n_queries, n_keys) < 0.5
+    mask[0, :, n_queries // 2] = False
+    assert not mask.any(-1).all()
+    check(attend, draw(n_queries, n_keys, group, dtype), View(torch.arange(n_queries), mask, False))
+
+
+@groups
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 63), (5, 12)])
+def test_attention_to_all(n_queries: int, n_keys: int, group: int) -> None:
+    """The view of a decoding step: no mask, not causal."""
+    check(attend, draw(n_queries, n_keys, group, torch.float64), View(torch.arange(n_queries), None, False))
+
+
+def test_a_query_that_sees_nothing_reads_zero() -> None:
+    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    mask[..., 1, :] = False
+    for f in (attend, attend_naive):
+        y = f(*(x[:1] for x in draw(3, 4, 1, torch.float64)), View(torch.arange(3), mask, False))
+        assert not y[:, :, 1].any()
+        assert y[:, :, [0, 2]].all()
+
+
+def one_key_less(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+    """A planted fault: of many keys, the first is lost."""
+    mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    mask[1:, 0] = False
+    return attend(q, k, v, View(view.pos, mask, False))
+
+
+def interleaved_groups(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+    """A planted fault: query head h reads key head h mod G."""
+    return attend(q, k.repeat(1, H // k.size(1), 1, 1), v.repeat(1, H // v.size(1), 1, 1), view)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+@pytest.mark.parametrize("fault", [one_key_less, interleaved_groups])
+def test_control_a_wrong_kernel_is_noticed(fault: Attend, dtype: torch.dtype) -> None:
+    with pytest.raises(AssertionError, match="output"):
+        check(fault, draw(63, 63, 2, dtype), View(torch.arange(63), None, True))
+
+
+def test_control_a_wrong_gradient_is_noticed() -> None:
+    def detaches(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+        return attend(q, k + (k * 1e-6 - (k * 1e-6).detach()), v, view)
+
+    with pytest.raises(AssertionError, match="gradient of k"):
+        check(detaches, draw(63, 63, 1, torch.float64), View(torch.arange(63), None, True))
