@@ -32,6 +32,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        import alcoda
+
+        print(alcoda.__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     context: typer.Context,
@@ -39,13 +47,10 @@ def _options(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads that torch uses; all cores by default.", min=1)
     ] = None,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
-    if version:
-        import alcoda
-
-        print(alcoda.__version__)
-        raise typer.Exit
     if threads is not None and context.resilient_parsing is False:
         import torch
 

@@ -15,7 +15,7 @@ with the difference that a choice can be added from another file.
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, core_schema
@@ -26,7 +26,7 @@ from alcoda.errors import UsageError, did_you_mean
 def _not_bool(value: Any) -> Any:
     # YAML turns `yes` into True, and pydantic would turn that into 1.0.
     if isinstance(value, bool):
-        raise PydanticCustomError("number", "a number is needed, not {value}", {"value": value})
+        raise PydanticCustomError("number", "a number is needed, not a boolean")
     return value
 
 
@@ -52,9 +52,8 @@ class Config(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         for key in data if isinstance(data, dict) else ():
             if key not in cls.model_fields:
-                # Braces are doubled because pydantic formats the template.
                 text = f"unknown key {key!r}{did_you_mean(str(key), cls.model_fields)}"
-                raise PydanticCustomError("unknown_key", text.replace("{", "{{").replace("}", "}}"))
+                raise PydanticCustomError("unknown_key", "{text}", {"text": text})
         return data
 
 
@@ -94,8 +93,8 @@ class Choice(Config):
         kind = value["kind"]
         if kind not in cls.choices:
             text = f"unknown {cls.axis} {kind!r}{did_you_mean(kind, cls.choices)}"
-            raise PydanticCustomError("choice", text.replace("{", "{{").replace("}", "}}"))
-        return cls.choices[kind].model_validate(value)
+            raise PydanticCustomError("choice", "{text}", {"text": text})
+        return cast(Self, cls.choices[kind].model_validate(value))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:

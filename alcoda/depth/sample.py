@@ -7,13 +7,16 @@ wait for each other forever. Every sampler knows its exact distribution, from wh
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import model_validator
 
 from alcoda.config import Choice, PositiveFloat, PositiveInt
 from alcoda.errors import UsageError
+
+Number = TypeVar("Number", int, float)
+Sampler = TypeVar("Sampler", bound="Depth")
 
 _STREAM = 0xD0D0
 """Keeps the draws of depth apart from other draws that start from the same seed."""
@@ -196,15 +199,16 @@ class LogNormalPoisson(Depth):
         return n if self.max is None else min(n, self.max)
 
 
-def _set(value: float | int | None):
+def _set(value: Number | None) -> Number:
+    """``value``, of a resolved sampler."""
     if value is None:
         raise ValueError("resolve the sampler with the model's n_loops first")
     return value
 
 
-def _check_bounds(depth, mean: float | None, low: int, high: int | None):
+def _check_bounds(sampler: Sampler, mean: float | None, low: int, high: int | None) -> Sampler:
     if high is not None and high < low:
         raise UsageError(f"depth needs min <= max, got min={low}, max={high}: swap them or raise max")
     if mean is not None and high is not None and not low <= mean <= high:
         raise UsageError(f"depth.mean={mean:g} lies outside min={low} .. max={high}: move it between them")
-    return depth
+    return sampler

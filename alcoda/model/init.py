@@ -16,6 +16,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+
+class InitSpecial(nn.Module):
+    """A module that starts otherwise than the table says."""
+
+    def init_special(self) -> None:
+        """Called after the table, without gradients."""
+        raise NotImplementedError
+
+
 RESIDUAL = ("attention.out", "mlp.down")
 """Ends of the names of maps that write into the residual stream."""
 
@@ -34,6 +43,5 @@ def init_weights(model: nn.Module, std: float, n_blocks_run: int) -> None:
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             module.reset_parameters()
     for module in model.modules():
-        special = getattr(module, "init_special", None)
-        if special is not None:
-            special()
+        if isinstance(module, InitSpecial):
+            module.init_special()

@@ -86,8 +86,8 @@ class KeyStore:
         """
         if self.n_loops not in (None, n_loops):
             raise ValueError(
-                f"n_loops={n_loops} on keys of n_loops={self.n_loops}: one store serves one number of loops; start a new "
-                "store to decode at another depth"
+                f"n_loops={n_loops} on keys of n_loops={self.n_loops}: one store serves one number of loops; start a "
+                "new store to decode at another depth"
             )
         self.n_loops = n_loops
         start, self._start, self.n_tokens = self.n_tokens, self.n_tokens, self.n_tokens + n_tokens

@@ -132,12 +132,15 @@ class RecurrentLM(nn.Module):
         store: KeyStore | None,
     ) -> Context:
         n_tokens, weight = ids_BT.size(1), self.embed.weight
-        stored = 0 if store is None else store.n_tokens
-        check_context(stored + n_tokens, self.config.seq_len, self.config.position)
         if store is None:
             view = view_alone(n_tokens, pos_BT, live_BT, ids_BT.device)
         else:
             view = store.open(n_tokens, n_loops, pos_BT, live_BT, ids_BT.device)
+        # Untagged positions end where the keys do; only tagged ones must be looked at (a wait, on a GPU).
+        stored = n_tokens if store is None else store.n_tokens
+        check_context(
+            int(view.pos.max()) + 1 if view.pos.dim() == 2 else stored, self.config.seq_len, self.config.position
+        )
         device_type = ids_BT.device.type
         autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype

@@ -55,5 +55,5 @@ class RMSNormModule(nn.RMSNorm):
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__(d_model, eps=eps)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return torch.rms_norm(x_BTD, self.normalized_shape, self.weight.to(x_BTD.dtype), self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

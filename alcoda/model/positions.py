@@ -113,10 +113,10 @@ def rotate(x_BHTK: Tensor, rotation: Rotation | None) -> Tensor:
     return x_BHTK * cos + torch.cat([second, first], -1) * sin
 
 
-def check_context(n_tokens: int, seq_len: int, position: Position) -> None:
-    """Refuse positions that a learned table does not hold."""
-    if isinstance(position, Learned) and n_tokens > seq_len:
+def check_context(n_positions: int, seq_len: int, position: Position) -> None:
+    """Refuse more positions than a learned table holds."""
+    if isinstance(position, Learned) and n_positions > seq_len:
         raise UsageError(
-            f"{n_tokens} tokens do not fit a context of seq_len={seq_len} with learned positions: shorten the text, "
+            f"{n_positions} tokens do not fit a context of seq_len={seq_len} with learned positions: shorten the text, "
             "or train with a longer seq_len"
         )

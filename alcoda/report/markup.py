@@ -83,7 +83,7 @@ def interval(low: float | None, high: float | None, digits: int = 3) -> str:
 
 def number(value: float) -> str:
     """A small number without needless decimals: 8.0 is "8"."""
-    return f"{value:g}"
+    return f"{value:.4g}"
 
 
 def count(value: float, noun: str) -> str:

@@ -340,7 +340,7 @@ class Trainer:
             "ledger": recipe.ledger().to_json(),
             "depth": {
                 "kind": recipe.depth.kind,
-                "mean": recipe.depth.mean_loops,
+                "mean": round(recipe.depth.mean_loops, 3),
                 "max": recipe.depth.max_loops,
             },
             "result": None,

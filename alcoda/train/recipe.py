@@ -95,6 +95,16 @@ class Recipe(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prelude_gets_gradients(self) -> Self:
+        if self.depth.last_k and not (self.model.inject.carries_anchor or self.model.update.reads_anchor):
+            raise ValueError(
+                f"depth.last_k={self.depth.last_k} with inject {self.model.inject.kind!r} and update "
+                f"{self.model.update.kind!r}: where earlier loops run without gradients, none reach the prelude. Set "
+                "inject to add or concat, or last_k to null"
+            )
+        return self
+
     def resolved(self) -> Recipe:
         """The recipe with the depths that were left to the model's n_loops filled in."""
         depth = self.depth.resolve(self.model.n_loops)

@@ -17,23 +17,7 @@ import yaml
 
 from alcoda import cli
 
-WORDS = [
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "über",
-    "漢字",
-    "and",
-    "or",
-    "not",
-]
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "über", "漢字", "and", "or", "not"]
 TIMING = {"tokens_per_s", "elapsed_s"}
 
 

@@ -67,8 +67,8 @@ def options(axis: type[Choice]) -> list[dict[str, Any]]:
                 found.append(choice.model_validate({"kind": kind, **fields}).model_dump(mode="json"))
             except ValidationError as error:
                 raise LookupError(
-                    f"no law covers {axis.axis} {kind!r}: it cannot be built from {fields}. Give an example of its fields "
-                    f"in tests/laws/space.py, REQUIRED[{(axis.axis, kind)}]. {error}"
+                    f"no law covers {axis.axis} {kind!r}: it cannot be built from {fields}. Give an example of its "
+                    f"fields in tests/laws/space.py, REQUIRED[{(axis.axis, kind)}]. {error}"
                 ) from None
     return found
 
@@ -197,7 +197,7 @@ GRT: dict[str, Any] = {
 
 
 def make(config: ModelConfig, seed: int = 0) -> RecurrentLM:
-    """An fp64 model in evaluation mode whose every parameter is random: zero biases and unit norms would hide faults."""
+    """An fp64 model in evaluation mode. Every parameter is random: zero biases and unit norms would hide faults."""
     model = RecurrentLM(config).double().init(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -115,8 +115,12 @@ def test_free_loops_carry_no_gradient(config: ModelConfig, n_free: int) -> None:
             assert grad is None, name
         else:
             close(grad, expected[name], 1e-10, name)
-    in_prelude = [size(grad) for name, grad in grads.items() if name.startswith("prelude.") and not name.endswith("bias")]
-    assert all((s > 1e-9) is reads_the_anchor(config) for s in in_prelude), "the prelude's gradient comes through inject"
+    in_prelude = [
+        size(grad) for name, grad in grads.items() if name.startswith("prelude.") and not name.endswith("bias")
+    ]
+    assert all((s > 1e-9) is reads_the_anchor(config) for s in in_prelude), (
+        "the prelude's gradient comes through inject"
+    )
     whole_loss, whole = run(model)
     close(loss, whole_loss, 1e-12, "the loss with every loop's gradient")
     assert differ(grads, whole) > 1e-6, "positive control: the first loops do carry gradients when they are not free"

@@ -1,4 +1,4 @@
-"""Law 6: what the ledger says is what is there: parameters, FLOPs, bytes of keys. And configs survive their round trips.
+"""Law 6: what the ledger says is what is there: parameters, FLOPs, bytes of keys. Configs survive their round trips.
 
 FLOPs are counted by `torch.utils.flop_counter` on the meta device, where attention is one operation of a known price
 (a CPU kernel of it is not counted) and the ledger's convention is the counter's: 2 a multiply-add, scores over all
@@ -161,7 +161,8 @@ def test_control_a_term_that_is_off_by_one_is_noticed(name: str, monkeypatch: py
     def off(which: str):
         def wrong(model: ModelConfig, shape: Shape):
             return [
-                (n, c._replace(**{which: getattr(c, which) + 1}) if n == name else c, k) for n, c, k in parts(model, shape)
+                (n, c._replace(**{which: getattr(c, which) + 1}) if n == name else c, k)
+                for n, c, k in parts(model, shape)
             ]
 
         return wrong

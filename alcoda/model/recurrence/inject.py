@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, NonNegativeFloat
+from alcoda.model.init import InitSpecial
 from alcoda.model.shape import Cost, Shape, linear
 
 
@@ -74,7 +75,7 @@ class AddModule(nn.Module):
         return h_BTD + e_BTD
 
 
-class ConcatModule(nn.Module):
+class ConcatModule(InitSpecial):
     def __init__(self, config: Concat, d_model: int) -> None:
         super().__init__()
         self.config = config

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Choice, Float, NonNegativeFloat, PositiveFloat
+from alcoda.model.init import InitSpecial
 from alcoda.model.shape import Cost, Shape, linear
 
 
 class Update(Choice, axis="update"):
     """``h = update(h, y, e)``, y the core's output."""
+
+    reads_anchor: ClassVar[bool] = False
+    """Whether the prelude's output enters every update."""
 
     def build(self, shape: Shape) -> nn.Module:
         """A module on ``(h_BTD, y_BTD, e_BTD)``."""
@@ -43,6 +47,7 @@ class Gate(Update):
     """
 
     kind: Literal["gate"] = "gate"
+    reads_anchor: ClassVar[bool] = True
     tau: PositiveFloat = 1.0
     bias: Float = 4.0
     """Where the last bias starts."""
@@ -62,7 +67,7 @@ class OverwriteModule(nn.Module):
         return y_BTD
 
 
-class GateModule(nn.Module):
+class GateModule(InitSpecial):
     def __init__(self, config: Gate, d_model: int) -> None:
         super().__init__()
         self.config = config

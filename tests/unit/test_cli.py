@@ -1,0 +1,107 @@
+"""The command line's own business: speed of --help, parsing, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import alcoda
+from alcoda.cli import parse_loops
+from alcoda.errors import UsageError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_is_instant_and_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['alcoda', '--help']\n"
+        "from alcoda.cli import main\n"
+        "slow = {'torch', 'numpy', 'pydantic', 'tokenizers'}\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, sorted(slow & set(sys.modules)))"
+    )
+    took = []
+    for _ in range(4):  # the machine may be busy: the best counts
+        began = time.perf_counter()
+        done = python(code)
+        took.append(time.perf_counter() - began)
+        if took[-1] < 1:
+            break
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+    for command in ("train", "eval", "generate", "cost", "report", "quickstart"):
+        assert command in done.stdout
+    assert min(took) < 1, took
+
+
+def test_import_and_the_public_names() -> None:
+    done = python("import sys, alcoda; print('torch' in sys.modules, alcoda.__version__, dir(alcoda))")
+    assert done.stdout == f"False {alcoda.__version__} {dir(alcoda)}\n"
+    for name in alcoda.__all__:
+        assert getattr(alcoda, name).__name__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = alcoda.nothing
+
+
+def test_version_and_every_help() -> None:
+    run = [sys.executable, "-m", "alcoda"]
+    done = subprocess.run([*run, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == alcoda.__version__
+    for command in ("train", "eval", "generate", "cost", "report", "quickstart"):
+        code = f"import sys; sys.argv = ['alcoda', '{command}', '--help']; from alcoda.cli import main; main()"
+        done = python(code)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+        assert done.returncode == 0 and "Usage: alcoda" in plain and "torch" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["cost"], ["cost", "--json"]])
+def test_a_closed_pipe_is_no_error(arguments: list[str]) -> None:
+    files = sorted(RECIPES.glob("*/*.yaml"))
+    command = [sys.executable, "-m", "alcoda", *arguments, *map(str, files * 2)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # nobody reads, from the first line on
+    err = process.stderr.read()
+    process.stderr.close()
+    assert err == b"" and process.wait() in (0, 1)
+
+
+def test_head_gets_its_line() -> None:
+    recipe = next(RECIPES.glob("mini/*.yaml"))
+    command = f"{sys.executable} -m alcoda cost {recipe} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1) and done.stderr == "" and len(done.stdout.splitlines()) == 1
+
+
+def test_threads(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['alcoda', '--threads', '1', 'cost', sys.argv[1], '--json']\n"
+        "from alcoda.cli import main\n"
+        "import torch\n"
+        "try: main()\n"
+        "finally: print(torch.get_num_threads())"
+    )
+    recipe = next(RECIPES.glob("mini/*.yaml"))
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, env=environment, check=False
+    )
+    first, threads = done.stdout.splitlines()
+    assert json.loads(first)["params"] > 0 and threads == "1"
+
+
+def test_parse_loops() -> None:
+    assert parse_loops("") == parse_loops("  ") == [] and parse_loops("1, 2,16") == [1, 2, 16]
+    for text in ("abc", "1,,2", "1.5", "1;2", "1,"):
+        with pytest.raises(UsageError, match=re.escape(f"--loops {text}: write whole numbers with commas")):
+            parse_loops(text)
