@@ -257,6 +257,9 @@ def _print_json(value: Any) -> None:
 def main() -> None:
     """Run a command. Exit codes: 0 done (or stopped and saved), 1 failed, 2 asked wrongly, 130 interrupted."""
     debug = "--debug" in sys.argv
+    # Before torch is loaded: threads that spin while they wait make a step ten times slower when anything else runs on
+    # the machine, and are no faster when nothing does (docs/LOG.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _terminate)
     try:
         try:

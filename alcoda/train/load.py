@@ -12,7 +12,7 @@ from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError
 from alcoda.model.lm import RecurrentLM
 from alcoda.train import checkpoint
-from alcoda.train.device import pick_device, pick_dtype
+from alcoda.train.device import keep_freed_memory, pick_device, pick_dtype
 from alcoda.train.recipe import Recipe
 from alcoda.train.run import RunFolder
 
@@ -54,6 +54,7 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     tokenizer = run.load_tokenizer()
     check_tokenizer(run, where, tokenizer)
     on = pick_device(device)
+    keep_freed_memory()
     if dtype == "auto" and recipe.train.dtype == "float32":
         dtype = "float32"
     model = checkpoint.build(recipe.model, on)

@@ -27,7 +27,7 @@ from alcoda.errors import RunError, UsageError
 from alcoda.files import remove_abandoned, write_text
 from alcoda.model.cost import TrainingDepth, ledger
 from alcoda.train import checkpoint
-from alcoda.train.device import autocast, describe, pick_device, pick_dtype
+from alcoda.train.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
 from alcoda.train.load import check_tokenizer
 from alcoda.train.recipe import Recipe
 from alcoda.train.run import RunFolder, provenance
@@ -71,6 +71,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
     """
     recipe, run = recipe.resolved(), RunFolder(out)
     device = pick_device(recipe.train.device)
+    keep_freed_memory()
     dtype = pick_dtype(recipe.train.dtype, device)
     check_trackers(recipe.track)
     run.check_begin(recipe, resume)
@@ -109,7 +110,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, run: RunFolder, data: Data, device: torch.device, dtype: torch.dtype) -> None:
         self.recipe, self.run, self.data, self.device, self.dtype = recipe, run, data, device, dtype
         self.model = checkpoint.build(recipe.model, device).init(recipe.train.seed)
-        self.batches = data.batches(recipe.train.batch_size, recipe.model.seq_len, recipe.data.seed)
+        self.batches = data.batches(recipe.train.batch_size, recipe.model.seq_len, recipe.train.seed)
         self.optimizers = recipe.train.optimizer.build(self.model)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.token_bytes_V = data.tokenizer.token_bytes_V
@@ -132,10 +133,11 @@ class Trainer:
         try:
             with closing(Trackers(self.recipe, self.run, self.train_step)) as trackers, stop_on_signal() as stop:
                 status = self._loop(trackers, stop)
-        except BaseException:
+        except BaseException as error:
             # What went wrong is for the user to see, not that it could not be noted down either.
             with suppress(RunError):
-                self.run.update_record(status="failed", result=self._result_json())
+                status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                self.run.update_record(status=status, result=self._result_json())
             raise
         self.run.update_record(status=status, result=self._result_json())
         return TrainResult(
@@ -302,7 +304,7 @@ class Trainer:
         self.batch_state = state["batches"]
         if self.batch_state is not None:
             rows, seq_len = self.recipe.train.batch_size, self.recipe.model.seq_len
-            self.batches = self.data.batches(rows, seq_len, self.recipe.data.seed, self.batch_state)
+            self.batches = self.data.batches(rows, seq_len, self.recipe.train.seed, self.batch_state)
         self.train_step, self.tokens, self.loss = state["train_step"], state["tokens"], state["loss"]
         self.executed_flops, self.wall_s = state["executed_flops"], state["wall_s"]
         self.saved_step = self.train_step

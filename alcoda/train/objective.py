@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from alcoda.config import Choice
 from alcoda.depth.sample import LoopPlan
 from alcoda.model.lm import RecurrentLM
 
+LOSS_ROWS = 1024
+"""Tokens whose logits are made at one time."""
 IGNORED = -100
 """Targets that are not scored (torch's own convention)."""
 
@@ -34,6 +37,10 @@ class NextToken(Objective):
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
     ) -> Tensor:
         y_BTD = next(model.readouts(inputs_BT, [plan.n_loops], n_free=plan.n_free, recompute=recompute))
-        return F.linear_cross_entropy(
-            y_BTD.flatten(0, 1), model.head_weight_VD, targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
-        )
+        # In parts: logits of a whole batch are the largest tensor of a step by far, and fall out of every cache.
+        parts = zip(y_BTD.flatten(0, 1).split(LOSS_ROWS), targets_BT.flatten().split(LOSS_ROWS), strict=True)
+        losses = [
+            F.linear_cross_entropy(y_ND, model.head_weight_VD, target_N, reduction="sum", ignore_index=IGNORED)
+            for y_ND, target_N in parts
+        ]
+        return torch.stack(losses).sum()

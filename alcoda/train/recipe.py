@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from alcoda.config import Bool, Config, NonNegativeInt, PositiveFloat, PositiveInt, validate
 from alcoda.data.config import DataConfig
@@ -28,7 +29,7 @@ class TrainConfig(Config):
     micro_batches: PositiveInt = 1
     """Gradient accumulation: the batch is run in so many parts. Must divide batch_size."""
     seed: Annotated[NonNegativeInt, Field(lt=1 << 63)] = 0
-    """Of the initial weights, the noise and the depths."""
+    """Of the initial weights, the noise, the depths and the order of the batches (data.seed: of the splits)."""
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
     clip: PositiveFloat | None = 1.0
@@ -86,6 +87,13 @@ class Recipe(Config):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     track: TrackConfig = TrackConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise ValueError("a name is letters, digits and . _ + -, and begins with a letter or digit: it names a folder")
+        return name
 
     @model_validator(mode="after")
     def _dense_has_one_depth(self) -> Self:

@@ -85,7 +85,7 @@ class RunFolder:
         if not self.exists:
             if resume:
                 raise UsageError(f"there is no run at {self.path} to resume: leave --resume out to begin one")
-            if self.path.exists() and any(p.name != ".lock" for p in self.path.iterdir()):
+            if self.path.exists() and any(not p.name.startswith(".") for p in self.path.iterdir()):
                 raise UsageError(f"{self.path} is not empty and holds no run: give another --out (nothing was written)")
             return
         if not resume:
