@@ -25,7 +25,7 @@ from alcoda.train.run import RunFolder
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 PROMPTS = ("def main(", "import os\n", "class Queue:\n    ")
-TEMPERATURE = 0.0
+TEMPERATURE = 0.7
 
 
 def quickstart(
@@ -95,6 +95,11 @@ def quickstart(
 
 def peak_rss_bytes() -> int:
     """The most memory that this process has held."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage counts what the parent held when it started this process
+        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM")), None)
+        if line is not None:
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

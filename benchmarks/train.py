@@ -2,7 +2,7 @@
 
     python benchmarks/train.py [--repeats 5] [--width 256] [--rows 8]
 
-Each comparison runs A B A B ... on the same batch and takes the median step of each.
+Each comparison runs A B A B ... on the same batch and takes the median over neighbouring pairs.
 
 a. useful speed (tokens/s times the ledger's training FLOPs a token) of the elastic model, and of GRT with its noise off
    and on, over that of a dense GPT of equal training FLOPs;
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -27,8 +26,9 @@ from alcoda.config import validate
 from alcoda.depth.sample import LoopPlan
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
+from alcoda.quickstart import peak_rss_bytes
 from alcoda.train import checkpoint
-from alcoda.train.device import autocast, describe, has_fast_bf16
+from alcoda.train.device import autocast, describe, has_fast_bf16, keep_freed_memory
 from alcoda.train.objective import NextToken
 from alcoda.train.optim import AdamW
 
@@ -76,8 +76,8 @@ def stepper(config: ModelConfig, rows: int, dtype: torch.dtype, recompute: bool 
     return step
 
 
-def medians(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds a step of each, measured in turn."""
+def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step of each, measured in turn: A B A B ..."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -86,7 +86,12 @@ def medians(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, flo
             began = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - began)
-    return {name: median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def speedup(seconds: dict[str, list[float]], over: str, of: str) -> float:
+    """How many times as fast ``of`` is as ``over``: the median over neighbouring pairs."""
+    return median(slow / fast for slow, fast in zip(seconds[over], seconds[of], strict=True))
 
 
 def useful_speed(width: int, rows: int, dtype: torch.dtype, repeats: int) -> dict[str, float]:
@@ -94,13 +99,12 @@ def useful_speed(width: int, rows: int, dtype: torch.dtype, repeats: int) -> dic
     found, all_models = {}, models(width)
     for name in ("elastic", "grt", "grt_noise"):
         pair = {name: all_models[name], "dense": all_models[f"dense for {name}"]}
-        seconds = medians({key: stepper(model, rows, dtype) for key, model in pair.items()}, repeats)
-        speed = {key: ledger(pair[key]).training_flops_per_token / seconds[key] for key in pair}
-        found[name] = speed[name] / speed["dense"]
+        seconds = timed({key: stepper(model, rows, dtype) for key, model in pair.items()}, repeats)
         flops = ledger(pair["dense"]).training_flops_per_token / ledger(pair[name]).training_flops_per_token
+        found[name] = speedup(seconds, over="dense", of=name) / flops
         print(
-            f"  {name:10} {seconds[name]:.3f} s, dense of {pair['dense'].n_prelude} blocks ({flops:.3f} of its FLOPs) "
-            f"{seconds['dense']:.3f} s: useful speed {found[name]:.3f} of dense",
+            f"  {name:10} {median(seconds[name]):.3f} s, dense of {pair['dense'].n_prelude} blocks ({flops:.3f} of "
+            f"its FLOPs) {median(seconds['dense']):.3f} s: useful speed {found[name]:.3f} of dense",
             flush=True,
         )
     return found
@@ -119,10 +123,10 @@ def peak_memory(width: int, rows: int, recompute: bool) -> int:
 
 def _memory_child(width: int, rows: int, recompute: bool) -> None:
     step = stepper(models(width)["elastic"], rows, torch.float32, recompute)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_rss_bytes()
     step()
     step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(peak_rss_bytes() - before)
 
 
 def main() -> None:
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    keep_freed_memory()  # as alcoda train does
     if options.memory is not None:
         _memory_child(options.width, options.rows, bool(options.memory))
         return
@@ -147,8 +152,8 @@ def main() -> None:
     if "bfloat16" in dtypes:
         elastic = models(options.width)["elastic"]
         steps = {name: stepper(elastic, options.rows, dtype) for name, dtype in dtypes.items()}
-        seconds = medians(steps, options.repeats)
-        result["bf16_over_fp32_speed"] = seconds["float32"] / seconds["bfloat16"]
+        seconds = timed(steps, options.repeats)
+        result["bf16_over_fp32_speed"] = speedup(seconds, over="float32", of="bfloat16")
         print(
             f"b. bf16 steps of the elastic model are {result['bf16_over_fp32_speed']:.2f} times as fast as fp32",
             flush=True,

@@ -101,8 +101,8 @@ class ModelConfig(Config):
     def _check_recurrent(self) -> None:
         if not (self.state_init.carries_anchor or self.inject.carries_anchor):
             raise ValueError(
-                f"state_init {self.state_init.kind!r} with inject {self.inject.kind!r}: the tokens cannot reach the loop. "
-                "Set inject to add or concat, or state_init to anchor"
+                f"state_init {self.state_init.kind!r} with inject {self.inject.kind!r}: the tokens cannot reach the "
+                "loop. Set inject to add or concat, or state_init to anchor"
             )
 
     def _check_dense(self) -> None:

@@ -5,8 +5,8 @@ Training, prefill, chunked prefill, decoding, left-padded batches and the refine
 one operation with another set of positions. Identity (``pos``) and visibility (``live``) are separate fields: a token
 that is written again must be found by its position, and its old key retired.
 
-Slots are (stage, layer, loop). All slots share one table of positions, because one pass of the model writes all of them;
-the driver opens a pass once, and no layer knows whether it is the last.
+Slots are (stage, layer, loop). All slots share one table of positions, because one pass of the model writes all of
+them; the driver opens a pass once, and no layer knows whether it is the last.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Context:
     loop: int = 0
 
     def at_loop(self, loop: int) -> Context:
-        """The context of another loop's slots. Without a store loops share one context, so a compiled pass is one graph."""
+        """The context of another loop's slots. Without a store all loops share one, so a compiled pass is one graph."""
         return self if self.store is None else replace(self, loop=loop)
 
     def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,49 @@ class RMSNorm(Norm):
 
 
 class RMSNormModule(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, with the weight cast to the input's type so that bf16 activations stay bf16."""
+    """`torch.nn.RMSNorm`, with the weight cast to the input's type so that bf16 activations stay bf16.
+
+    Training on a CPU takes `FusedRMSNorm`, which is the same function: torch has no kernel of its own there, and its
+    composite backward pass is 2.5 times slower (docs/LOG.md).
+    """
 
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__(d_model, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight_D = self.weight.to(x.dtype)
+        trains = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+        if trains and x.device.type == "cpu":
+            return FusedRMSNorm.apply(x, weight_D, self.eps)
+        return torch.rms_norm(x, self.normalized_shape, weight_D, self.eps)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """``y = x r w``, ``r = 1 / sqrt(mean(x^2) + eps)``, in as few passes over memory as plain torch allows.
+
+    With ``n = x r`` and ``t = g n``: ``dw = sum t`` over rows, ``dx = r (g w - n mean(t w))``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        r = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight_D, r)
+        ctx.eps = eps
+        return (x * r).mul_(weight_D)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D, r = ctx.saved_tensors
+        (g,) = grads
+        if torch.is_grad_enabled():  # a second derivative must see how r depends on x
+            r = _inverse_rms(x, ctx.eps)
+        n = x * r
+        t = g * n
+        with torch.autocast(x.device.type, enabled=False):  # where backward() is called inside one
+            mean = (t @ weight_D)[..., None] / -x.size(-1)
+        return torch.addcmul(g * weight_D, n, mean).mul_(r), t.flatten(0, -2).sum(0), None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) ** 2
+    return (square / x.size(-1) + eps).rsqrt().to(x.dtype)

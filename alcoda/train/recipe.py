@@ -91,8 +91,8 @@ class Recipe(Config):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"\w[\w.+-]*", name):
-            raise ValueError("a name is letters, digits and . _ + -, and begins with a letter or digit: it names a folder")
+        if not re.fullmatch(r"\w[\w .+-]*", name):
+            raise ValueError("a name is letters, digits, spaces and . _ + -, and begins with a letter or digit")
         return name
 
     @model_validator(mode="after")

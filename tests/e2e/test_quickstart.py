@@ -64,7 +64,8 @@ def test_once_again_and_anew(tmp_path: Path, corpus: Path, run_cli: Cli) -> None
     assert "quickstart" in html and "bigram" in html.lower()
     samples = json.loads((run / "samples.json").read_text())
     assert [sample["loops"] for sample in samples] == [1, 8] * 3
-    assert lm.generate(samples[1]["prompt"], loops=8, max_tokens=64) == samples[1]["text"]
+    how = {key: samples[1][key] for key in ("loops", "temperature", "seed")}
+    assert lm.generate(samples[1]["prompt"], max_tokens=64, **how) == samples[1]["text"]
 
     data = prepare(lm.recipe.data, lm.tokenizer)
     train, valid = (

@@ -203,7 +203,7 @@ def test_a_second_signal_acts_at_once(
     assert done.code == 130 and len(calls) == 1
     assert "interrupted" in done.err and "Traceback" not in done.err and done.out == ""
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
-    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+    assert json.loads((run / "run.json").read_text())["status"] == "stopped"
     assert run_cli.ok("train", tiny, "--out", run, "--resume").json["train_step"] == 8
 
 

@@ -217,7 +217,7 @@ DATA = os.environ.get("ALCODA_DATA")
 @pytest.mark.skipif(not DATA, reason="ALCODA_DATA is unset")
 @pytest.mark.parametrize("name", ["gpt2", "bpe4k_children_classics.json"])
 def test_real_tokenizers(name):
-    tokenizer = Tokenizer.load(Path(DATA or "", "tokenizers", name))
+    tokenizer = Tokenizer.load(Path(DATA or "", "data", "tokenizers", name))
     assert tokenizer.vocab_size == {"gpt2": 50257}.get(name, 4096) and tokenizer.eot_text == "<|endoftext|>"
     text = TEXT + "é😀\0<|endoftext|>"
     ids = tokenizer.encode(text)

@@ -13,6 +13,7 @@ from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.norms import FusedRMSNorm, RMSNorm
 from alcoda.model.positions import Rope, check_context, rotate
 from alcoda.model.shape import Shape, linear, total
 
@@ -162,3 +163,27 @@ def test_costs_add_up() -> None:
     assert linear(3, 5, False) == (15, 30, 0)
     assert total({"a": linear(3, 5, True), "b": linear(3, 5, False)}) == (35, 60, 0)
     assert total({}) == (0, 0, 0)
+
+
+def test_fused_rmsnorm_is_rmsnorm_to_the_second_derivative() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.rand(8, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def fused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = FusedRMSNorm.apply(x, weight, 1e-6)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    torch.testing.assert_close(fused(x, weight), torch.rms_norm(x, (8,), weight, 1e-6), atol=1e-14, rtol=0)
+    assert torch.autograd.gradcheck(fused, (x, weight))
+    assert torch.autograd.gradgradcheck(fused, (x, weight))
+
+
+def test_training_on_a_cpu_takes_the_fused_rmsnorm_and_nothing_else_does() -> None:
+    norm = RMSNorm().build(small().shape)
+    x = torch.randn(2, 3, small().d_model, requires_grad=True)
+    assert type(norm(x).grad_fn).__name__ == "FusedRMSNormBackward"
+    with torch.no_grad():
+        assert norm(x).grad_fn is None
+    assert type(norm(x.detach()).grad_fn).__name__ != "FusedRMSNormBackward"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_run import HOSTILE, make_run
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.curves import loss_figure, smooth, thin
@@ -21,9 +22,6 @@ from alcoda.report.figures import depth_figure
 from alcoda.report.markup import duration, esc, human
 from alcoda.report.page import write_report
 from alcoda.report.read import read_run, read_runs
-
-VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
-from fake_run import HOSTILE, make_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
