@@ -65,7 +65,7 @@ def depth_figure(runs: Sequence[Run]) -> str | None:
             ax.axvline(mean, color=MUTED if shared else series(owner[0]), linewidth=1, linestyle=(0, (1, 2)))
             if len(means) == 1:
                 deepest = all(mean >= p.loops for _, _, points in lines for p in points)
-                text_at(ax, mean, f" training mean {number(mean)} ", "right" if deepest else "left")
+                text_at(ax, mean, f" training mean {number(mean)} ", "right" if deepest else "left", "bottom")
         _loops_axis(ax, sorted({p.loops for _, _, points in lines for p in points}), means)
         ax.set_ylabel("bits per byte")
         ax.locator_params(axis="y", nbins=6)

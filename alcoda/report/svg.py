@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from alcoda.errors import UsageError
 
@@ -131,10 +131,11 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
     figure.set_figheight(figure.get_figheight() + 0.17 * (math.ceil(len(shown) / columns) - 1))
 
 
-def text_at(ax: Axes, x: float, text: str, side: str = "left") -> None:
-    """Muted words beside the vertical line at ``x``, at the top of the axes; ``side``: the end that is at the line."""
+def text_at(ax: Axes, x: float, text: str, side: str = "left", end: Literal["top", "bottom"] = "top") -> None:
+    """Muted words beside the vertical line at ``x``, at one ``end`` of it; ``side``: the end that is at the line."""
     box = {"facecolor": CARD, "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-    ax.text(x, 0.99, text, transform=ax.get_xaxis_transform(), ha=side, va="top", fontsize=8.5, color=MUTED, bbox=box)
+    y = 0.99 if end == "top" else 0.01
+    ax.text(x, y, text, transform=ax.get_xaxis_transform(), ha=side, va=end, fontsize=8.5, color=MUTED, bbox=box)
 
 
 def _inline(text: str, prefix: str, label: str) -> str:
