@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import threading
 import time
-from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +29,7 @@ from alcoda.train.load import check_tokenizer
 from alcoda.train.recipe import Recipe
 from alcoda.train.run import RunFolder, provenance
 from alcoda.train.score import score
+from alcoda.train.stop import stop_on_signal
 from alcoda.train.track import Trackers, check_trackers
 
 
@@ -178,10 +176,15 @@ class Trainer:
                     record = since.record(self, loss, grad_norm, lr, plan)
                     trackers.log(record)
                     since = self._window()
-                if self.train_step % self.recipe.eval.every == 0 or last:
+                validates = self.train_step % self.recipe.eval.every == 0 or last
+                saves = self.train_step % config.checkpoint_every == 0 or last
+                if validates:
                     self._validate(trackers)
-                if self.train_step % config.checkpoint_every == 0 or last:
+                if saves:
                     self._save()
+                if validates or saves:  # neither is training speed
+                    self.wall_s = time.perf_counter() - began
+                    since = self._window()
         return "finished"
 
     def _window(self) -> _Window:
@@ -393,28 +396,3 @@ class _Window:
             "executed_flops": trainer.executed_flops,
             "elapsed_s": trainer.wall_s,
         }
-
-
-@contextmanager
-def stop_on_signal() -> Generator[threading.Event]:
-    """Set by the first SIGINT or SIGTERM; a second one acts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may set handlers
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, frame: Any) -> None:
-        stop.set()
-        # Past Python's own buffers, which the interrupted code may be writing to.
-        os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

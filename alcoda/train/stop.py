@@ -1,0 +1,35 @@
+"""Stopping at the border of a step: signals become a flag that the training loop looks at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def stop_on_signal() -> Generator[threading.Event]:
+    """Set by the first SIGINT or SIGTERM; a second one acts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: Any) -> None:
+        stop.set()
+        # Past Python's own buffers, which the interrupted code may be writing to.
+        os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
