@@ -3,7 +3,8 @@
 # make check  lint, types, import contracts, tests
 # make clean  removes what these made (not runs/)
 PYTHON ?= python3
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_ARGS ?=
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .PHONY: demo test slow check lint clean
 
@@ -28,12 +29,14 @@ check: lint test
 	$(PYTHON) -c 'import sys; sys.exit("alcoda needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
 
-# pip, and the pinned versions: an unpinned torch brings several GB of GPU libraries.
+# pip, and the tested versions. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes the CPU build of torch.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	@echo 'installing alcoda with torch into .venv ...'
 	$(PIP) -e '.[report]'
 	touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
+	@echo 'installing alcoda with torch and the development tools into .venv ...'
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo
 

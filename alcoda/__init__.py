@@ -1,8 +1,8 @@
-"""alcoda trains, measures and serves recurrent-depth language models.
+"""alcoda trains and measures recurrent-depth language models, and generates text with them.
 
 >>> import alcoda
 >>> lm = alcoda.load("runs/quickstart")
->>> print(lm.generate("def main(", loops=8))
+>>> print(lm.generate("def main(", loops=8, temperature=0.7))
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alcoda.api import LM, Recipe, cost, evaluate, load, load_recipe, report, train
+    from alcoda.api import LM, ModelConfig, Recipe, cost, evaluate, load, load_recipe, train, write_report
 
 __version__ = "0.1.0"
-__all__ = ["LM", "Recipe", "cost", "evaluate", "load", "load_recipe", "report", "train"]
+__all__ = ["LM", "ModelConfig", "Recipe", "cost", "evaluate", "load", "load_recipe", "train", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

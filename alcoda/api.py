@@ -9,21 +9,22 @@ from typing import Any
 
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError
-from alcoda.files import read_json, write_json
+from alcoda.files import disk, read_json, write_json
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
-from alcoda.train.checkpoint import listed, step_of
-from alcoda.train.load import load_run, pick_checkpoint
-from alcoda.train.loop import TrainResult, train
-from alcoda.train.recipe import Recipe, load_recipe
-from alcoda.train.run import RunFolder
+from alcoda.training.checkpoint import listed, step_of
+from alcoda.training.load import load_run, pick_checkpoint
+from alcoda.training.loop import TrainResult, train
+from alcoda.training.recipe import Recipe, load_recipe
+from alcoda.training.run import RunFolder
 
 __all__ = [
     "LM",
     "EvalResult",
     "Ledger",
+    "ModelConfig",
     "Recipe",
     "Sample",
     "TrainResult",
@@ -31,9 +32,9 @@ __all__ = [
     "evaluate",
     "load",
     "load_recipe",
-    "report",
     "samples",
     "train",
+    "write_report",
 ]
 
 
@@ -55,7 +56,11 @@ def cost(config: Recipe | ModelConfig, loops: int | None = None) -> Ledger:
         config: a recipe or its model.
         loops: the depth of the forward pass, of decoding and of the cache; ``n_loops`` where None.
     """
-    return config.ledger(loops) if isinstance(config, Recipe) else ledger(config, loops)
+    if isinstance(config, Recipe):
+        return config.ledger(loops)
+    if isinstance(config, ModelConfig):
+        return ledger(config, loops)
+    raise UsageError(f"cost takes a Recipe or a ModelConfig, not {config!r}: alcoda.load_recipe(PATH) reads one")
 
 
 def evaluate(
@@ -83,7 +88,7 @@ def evaluate(
 
 
 def samples(
-    lm: LM, prompts: Sequence[str], loops: Sequence[int], max_tokens: int = 80, temperature: float = 0.0, seed: int = 0
+    lm: LM, prompts: Sequence[str], loops: Sequence[int], max_tokens: int = 64, temperature: float = 0.7, seed: int = 0
 ) -> list[Sample]:
     """The same prompts continued at each depth."""
     return [
@@ -99,23 +104,28 @@ def samples(
     ]
 
 
-DEFAULT_PROMPTS = ("def ", "import ", "The ")
+DEFAULT_PROMPTS = ("def main(", "import os\n", "The ")
+"""The same for every run, so that a page can compare them."""
 
 
-def report(runs: Sequence[str | Path], out: str | Path, prompts: Sequence[str] = DEFAULT_PROMPTS) -> Path:
+def write_report(
+    runs: str | Path | Sequence[str | Path], out: str | Path, prompts: Sequence[str] = DEFAULT_PROMPTS
+) -> Path:
     """One self-contained HTML page of one or more runs.
 
     What a run has not been asked for yet is measured first and kept in its folder: ``eval.json`` on its validation
     split at the recipe's depths, ``samples.json`` of ``prompts`` at the shallowest, nominal and deepest of them.
     """
-    from alcoda.report.page import write_report
+    from alcoda.report.page import write_report as write_page
 
+    if isinstance(runs, str | Path):
+        runs = [runs]
     if not runs:
         raise UsageError("report: name at least one run")
     folders = [RunFolder(run).check() for run in runs]
     for run in folders:
         measure_missing(run, prompts)
-    return write_report([run.path for run in folders], Path(out))
+    return write_page([run.path for run in folders], Path(out))
 
 
 def is_measured(run: RunFolder) -> bool:
@@ -126,7 +136,8 @@ def is_measured(run: RunFolder) -> bool:
 
 def keep_scores(run: RunFolder, scores: dict[str, Any]) -> None:
     """Write ``eval.json``; samples of an earlier checkpoint go with the scores of that one."""
-    run.samples_json.unlink(missing_ok=True)
+    with disk(run.samples_json):
+        run.samples_json.unlink(missing_ok=True)
     write_json(run.eval_json, scores)
 
 

@@ -16,7 +16,7 @@ from alcoda.errors import RunError, UsageError
 
 app = typer.Typer(
     name="alcoda",
-    help="Train, measure and serve recurrent-depth language models.",
+    help="Train and measure recurrent-depth language models.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -157,17 +157,15 @@ def cost(
     """The ledger: parameters, FLOPs and cache bytes a token, by named term."""
     from alcoda import api
 
-    ledgers = {}
+    ledgers = []
     for path in recipes:
-        name = str(path)
-        ledgers[name] = api.cost(
-            api.load_recipe(path / "recipe.yaml" if path.is_dir() else path, settings or ()), loops
-        )
+        recipe = api.load_recipe(path / "recipe.yaml" if path.is_dir() else path, settings or ())
+        ledgers.append((str(path), api.cost(recipe, loops)))
     if as_json:
-        found = [{"recipe": name, **one.to_json()} for name, one in ledgers.items()]
+        found = [{"recipe": name, **one.to_json()} for name, one in ledgers]
         _print_json(found[0] if len(found) == 1 else found)
         return
-    for name, one in ledgers.items():
+    for name, one in ledgers:
         rows = [
             [t.name, f"{t.params:,}", _flops(t.forward_flops), _flops(t.training_flops), f"{t.kv_bytes:,}"]
             for t in one.terms
@@ -181,7 +179,7 @@ def cost(
                 f"{one.kv_bytes_per_token:,}",
             ]
         )
-        _table(["term", "params", "forward FLOPs/token", "training FLOPs/token", "KV bytes/token"], rows, name)
+        _table(["a token", "params", "forward FLOPs", "training FLOPs", "KV bytes"], rows, name)
         print(
             f"at {one.loops} loops and {one.seq_len} tokens of context; "
             f"training at a mean of {one.training_loops:.2f} loops, {one.training_grad_loops:.2f} with gradients; "
@@ -199,7 +197,7 @@ def report(
     """One self-contained HTML page. What a run was not asked for yet (evaluation, samples) is measured first."""
     from alcoda import api
 
-    _say(f"report: {api.report(runs, out)}")
+    _say(f"report: {api.write_report(runs, out)}")
 
 
 @app.command()
@@ -212,6 +210,19 @@ def quickstart(
     from alcoda.quickstart import quickstart as main_job
 
     _print_json(main_job(out, fresh, settings or ()))
+
+
+@app.command()
+def entries(
+    below: Annotated[str, typer.Argument(help="Only these: model, train.optimizer, ...", metavar="[NAME]")] = "",
+) -> None:
+    """Every entry of a recipe, with its default and meaning; for an axis, its choices and their entries."""
+    from alcoda.training.entries import describe_entries
+
+    for entry in describe_entries(below):
+        print(f"{entry.name} = {entry.default}" if entry.default else entry.name)
+        if entry.meaning:
+            print(f"    {entry.meaning}")
 
 
 def parse_loops(text: str) -> list[int]:
@@ -236,6 +247,7 @@ def _flops(number: float) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -243,7 +255,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    # As wide as it needs: a wrapped row can be read, a number that is cut off cannot.
+    console = Console()
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=500), table).maximum)
+    console.print(table)
 
 
 def _say(text: str) -> None:
@@ -257,6 +272,9 @@ def _print_json(value: Any) -> None:
 def main() -> None:
     """Run a command. Exit codes: 0 done (or stopped and saved), 1 failed, 2 asked wrongly, 130 interrupted."""
     debug = "--debug" in sys.argv
+    for name in ("stdout", "stderr"):  # closed by the caller: what is said is said to nobody, and the work is done
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
     # Before torch is loaded: threads that spin while they wait make a step ten times slower when anything else runs on
     # the machine, and are no faster when nothing does (docs/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

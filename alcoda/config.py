@@ -15,6 +15,7 @@ with the difference that a choice can be added from another file.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -46,6 +47,11 @@ class Config(BaseModel):
     """A frozen set of named fields that refuses keys it does not have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed, checked like any other config (pydantic's own copy checks nothing)."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return validate(type(self), {**fields, **(update or {})})
 
     @model_validator(mode="before")
     @classmethod

@@ -44,6 +44,11 @@ def bar(description: str, total: float | None, done: float = 0) -> Generator[Adv
         yield advance
 
 
+def say(text: str) -> None:
+    """A line for the user, beside the bars."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _plain(description: str, total: float | None, done: float) -> Advance:
     last = time.monotonic()
 

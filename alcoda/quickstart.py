@@ -5,11 +5,12 @@ Every part leaves a file in the run folder; a second run does only what is missi
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ from rich.console import Console
 
 from alcoda import api
 from alcoda.data.prepare import Data, prepare
-from alcoda.files import read_json, write_json
+from alcoda.errors import UsageError
+from alcoda.files import read_json
 from alcoda.measure.bigram import Bigram
-from alcoda.train.recipe import Recipe, load_recipe
-from alcoda.train.run import RunFolder
+from alcoda.training.recipe import Recipe, load_recipe
+from alcoda.training.run import RUN_FILES, RunFolder
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
-PROMPTS = ("def main(", "import os\n", "class Queue:\n    ")
-TEMPERATURE = 0.7
 
 
 def quickstart(
@@ -47,14 +47,22 @@ def quickstart(
     say = Console(stderr=True, highlight=False, soft_wrap=True).print
     recipe = load_recipe(RECIPE, settings).resolved()
     run = RunFolder(out)
-    if fresh:
-        _delete(run)
+    aside = _set_aside(run) if fresh else None
     ledger = recipe.ledger()
     say(
         f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.train.steps} steps, "
         f"loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}"
     )
-    trained = api.train(recipe, run.path, resume=run.exists)
+    try:
+        trained = api.train(recipe, run.path, resume=run.exists)
+    except BaseException:
+        if aside and not run.path.exists():
+            aside.rename(run.path)
+        elif aside:
+            say(f"the old run is kept at {aside}")
+        raise
+    if aside:
+        shutil.rmtree(aside)
     if trained.status == "stopped":
         say(f"stopped at step {trained.train_step}; the same command goes on from there")
         return {"run": str(run.path), "status": "stopped", "tokens": trained.tokens, "params": ledger.params}
@@ -66,16 +74,17 @@ def quickstart(
         say(f"      {row['loops']:>3} loops  {row['bits_per_byte']:.4f}  [{row['low']:.4f}, {row['high']:.4f}]")
     say(f"      bigram   {scores['bigram_bits_per_byte']:.4f}")
     say("[bold]3/4[/] the same prompt at two depths")
-    for sample in _samples(recipe, run)[:2]:
+    api.measure_missing(run)
+    for sample in read_json(run.samples_json)[:2]:
         say(f"      [bold]{sample['loops']} loops[/]")
         say(sample["prompt"] + sample["text"].rstrip(), markup=False)
     say("[bold]4/4[/] report")
-    page = api.report([run.path], run.report)
+    page = api.write_report([run.path], run.report)
     say(
         f"report: {page}\n"
-        f"next:   alcoda generate {run.path} --prompt 'def main(' --loops 8\n"
-        f"        alcoda eval {run.path} --loops 1,3,6,12\n"
-        f"        alcoda train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated"
+        f"next:   {program()} generate {run.path} --prompt 'def main(' --loops 8 --temperature 0.7\n"
+        f"        {program()} eval {run.path} --loops 1,3,6,12\n"
+        f"        {program()} train {run.path / 'recipe.yaml'} --set model.update=gate --out runs/gated"
     )
     gain = next((g for g in scores["gain"] if (g["from_loops"], g["to_loops"]) == (1, 8)), None)
     return {
@@ -93,6 +102,15 @@ def quickstart(
     }
 
 
+def program() -> str:
+    """What the user types to run alcoda here: its name, or its path where the shell would not find it."""
+    found, started = shutil.which("alcoda"), Path(sys.argv[0])
+    if started.name != "alcoda" or (found and Path(found).resolve() == started.resolve()):
+        return "alcoda"
+    here = started.absolute()
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+
+
 def peak_rss_bytes() -> int:
     """The most memory that this process has held."""
     status = Path("/proc/self/status")
@@ -104,13 +122,20 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _delete(run: RunFolder) -> None:
-    import shutil
-
-    if run.path.exists():
-        run.check()  # never delete what is not a run
-        with run.locked():
-            shutil.rmtree(run.path)
+def _set_aside(run: RunFolder) -> Path | None:
+    """Rename an old run, so that it is deleted only once the new one has begun; refuse what is not a run alone."""
+    if not run.path.exists():
+        return None
+    foreign = sorted(p.name for p in run.path.iterdir() if p.name not in RUN_FILES and not p.name.startswith("."))
+    if run.path.is_symlink() or foreign or not run.run_json.exists():
+        what = (
+            f"it holds {foreign[0]}" if foreign else "it is a link" if run.path.is_symlink() else "it has no run.json"
+        )
+        raise UsageError(f"--fresh deletes {run.path}, which is not a run and nothing else: {what}. Give another --out")
+    aside = run.path.with_name(f".{run.path.name}.{os.getpid()}.old")
+    with run.locked():
+        run.path.rename(aside)
+    return aside
 
 
 def _evaluate(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
@@ -123,15 +148,6 @@ def _evaluate(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
     scores["bigram_bits_per_byte"] = bigram_bits_per_byte(prepare(recipe.data, lm.tokenizer))
     api.keep_scores(run, scores)
     return scores
-
-
-def _samples(recipe: Recipe, run: RunFolder) -> list[dict[str, Any]]:
-    if not run.samples_json.exists():
-        lm = api.load(run.path)
-        depths = sorted({1, recipe.model.n_loops})
-        drawn = api.samples(lm, PROMPTS, depths, max_tokens=64, temperature=TEMPERATURE)
-        write_json(run.samples_json, [asdict(sample) for sample in drawn])
-    return read_json(run.samples_json)
 
 
 def bigram_bits_per_byte(data: Data) -> float:

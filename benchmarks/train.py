@@ -27,10 +27,10 @@ from alcoda.depth.sample import LoopPlan
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
 from alcoda.quickstart import peak_rss_bytes
-from alcoda.train import checkpoint
-from alcoda.train.device import autocast, describe, has_fast_bf16, keep_freed_memory
-from alcoda.train.objective import NextToken
-from alcoda.train.optim import AdamW
+from alcoda.training import checkpoint
+from alcoda.training.device import autocast, describe, has_fast_bf16, keep_freed_memory
+from alcoda.training.objective import NextToken
+from alcoda.training.optim import AdamW
 
 CPU = torch.device("cpu")
 LOOPS = 8

@@ -5,6 +5,7 @@
         tokens.bin           uint16 (uint32 for more than 65,536 tokens); each document is EOT and its tokens
         offsets.npy          int64, where each document starts (its EOT), in tokens
         doc_bytes.npy        int64, bytes of text of each document
+        doc_hashes.npy       uint64, a hash of the tokens of each document
         meta.json            sizes, to tell a whole entry from a damaged one
       tokenizers/<key>.json  trained tokenizers (prepare.py)
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,11 @@ from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError
 from alcoda.progress import Advance, bar
 
-FORMAT = 1
+FORMAT = 2
 _BATCH_BYTES = 4 << 20
 """Text that is encoded at a time: enough for every core, little enough to hold."""
 _BLOCK_TOKENS = 1 << 22
+_PARTS = ("offsets", "doc_bytes", "doc_hashes")
 _ABANDONED_S = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WAY_OUT = "set ALCODA_CACHE to a folder on another disk"
@@ -61,8 +63,10 @@ class TokenStore:
     """Bytes of text of each document; int64, shape M."""
     token_bytes_V: np.ndarray
     """Bytes of text that each token stands for (`Tokenizer.token_bytes_V`)."""
-    note: str | None = None
-    """What the user should know about how it came to be."""
+    doc_hashes: np.ndarray
+    """Equal for documents of the same tokens; uint64, shape M."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: a damaged cache, text that the tokenizer does not know."""
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | None = None) -> TokenStore:
@@ -72,19 +76,22 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | None = None)
     """
     key = key_of("tokens", FORMAT, corpus.content_hash(), tokenizer.sha256, max_bytes)
     folder = cache_root() / "tokens" / key
-    note = None
-    if folder.exists():
+    damaged = folder.exists()
+    if damaged:
         store = _open(folder, corpus.name, tokenizer)
         if store is not None:
             return store
-        note = f"{corpus.name}: its entry in the token cache was damaged, and was written anew"
     with _writing(folder, corpus.name) as temporary:
         _write(temporary, corpus, tokenizer, max_bytes)
         # Opened before it is renamed: what happens to the folder afterwards does not concern a map that is open.
-        store = _open(temporary, corpus.name, tokenizer, note)
+        store = _open(temporary, corpus.name, tokenizer)
         if store is None:
             raise RunError(f"{corpus.name}: the tokens just written to {temporary} read back otherwise; check the disk")
-    return store
+    if not damaged:
+        return store
+    return replace(
+        store, notes=(f"{corpus.name}: its entry in the token cache was damaged, and was written anew", *store.notes)
+    )
 
 
 def key_of(*parts: object) -> str:
@@ -92,34 +99,46 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _open(folder: Path, name: str, tokenizer: Tokenizer, note: str | None = None) -> TokenStore | None:
+def _open(folder: Path, name: str, tokenizer: Tokenizer) -> TokenStore | None:
     """The entry in ``folder``; None where it is not what its meta.json says."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         n_tokens, n_documents, dtype = meta["n_tokens"], meta["n_documents"], np.dtype(meta["dtype"])
-        path = folder / "tokens.bin"
-        starts, doc_bytes = np.load(folder / "offsets.npy"), np.load(folder / "doc_bytes.npy")
+        n_unknown, path = meta["n_unknown"], folder / "tokens.bin"
+        starts, doc_bytes, doc_hashes = (np.load(folder / f"{part}.npy") for part in _PARTS)
         whole = path.stat().st_size == n_tokens * dtype.itemsize
-        whole &= starts.shape == doc_bytes.shape == (n_documents,) and int(doc_bytes.sum()) == meta["n_bytes"]
+        whole &= starts.shape == doc_bytes.shape == doc_hashes.shape == (n_documents,)
+        whole &= int(doc_bytes.sum()) == meta["n_bytes"]
         if not whole:
             return None
         tokens = np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,))
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
         return None
-    return TokenStore(name, tokens, np.append(starts, n_tokens), doc_bytes, tokenizer.token_bytes_V, note)
+    notes = (
+        f"{name}: {100 * n_unknown / n_tokens:.3g}% of the tokens are unknown to the tokenizer: bits per byte leaves "
+        "their text out",
+    )
+    offsets = np.append(starts, n_tokens)
+    return TokenStore(name, tokens, offsets, doc_bytes, tokenizer.token_bytes_V, doc_hashes, notes if n_unknown else ())
 
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | None) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    starts, sizes, n_tokens, n_bytes = array("q"), array("q"), 0, 0
+    starts, sizes, hashes, n_tokens, n_bytes, n_unknown = array("q"), array("q"), array("Q"), 0, 0, 0
     try:
         with (folder / "tokens.bin").open("wb") as file, _bar(corpus, max_bytes) as advance:
             for ids_T, doc_bytes in _encoded(corpus, tokenizer, max_bytes):
                 starts.append(n_tokens)
                 sizes.append(doc_bytes)
                 file.write(np.array([tokenizer.eot], dtype).tobytes())
+                digest = hashlib.blake2b(digest_size=8)
                 for start in range(0, len(ids_T), _BLOCK_TOKENS):
-                    file.write(ids_T[start : start + _BLOCK_TOKENS].astype(dtype).tobytes())
+                    block_T = ids_T[start : start + _BLOCK_TOKENS]
+                    raw = block_T.astype(dtype).tobytes()
+                    file.write(raw)
+                    digest.update(raw)
+                    n_unknown += 0 if tokenizer.unk is None else int((block_T == tokenizer.unk).sum())
+                hashes.append(int.from_bytes(digest.digest(), "little"))
                 n_tokens += 1 + len(ids_T)
                 n_bytes += doc_bytes
                 advance(doc_bytes)
@@ -135,11 +154,13 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | 
         raise UsageError(f"corpus {corpus.spec!r}: max_bytes ({max_bytes}) is less than its first token")
     np.save(folder / "offsets.npy", np.array(starts, np.int64))
     np.save(folder / "doc_bytes.npy", np.array(sizes, np.int64))
+    np.save(folder / "doc_hashes.npy", np.array(hashes, np.uint64))
     meta = {
         "corpus": corpus.spec,
         "n_tokens": n_tokens,
         "n_documents": len(starts),
         "n_bytes": n_bytes,
+        "n_unknown": n_unknown,
         "dtype": dtype.str,
         "max_bytes": max_bytes,
         "tokenizer": tokenizer.sha256,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,18 @@ import numpy as np
 from alcoda.data.batches import Batches, BatchState, Unit
 from alcoda.data.cache import cache_root, explained, key_of, tokenise
 from alcoda.data.config import DataConfig, Source
-from alcoda.data.corpora import Corpus, corpus
+from alcoda.data.corpora import Corpus, FileCorpus, corpus
 from alcoda.data.shuffle import uniform
 from alcoda.data.splits import TRAIN, Plan, Stream, plan, split, whole
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.data.vocabulary import Bpe
+from alcoda.data.vocabulary import Bpe, TokenizerConfig
 from alcoda.errors import UsageError
 from alcoda.progress import bar
 
-_TRAINED_FORMAT = 1
+_TRAINED_FORMAT = 2
+_LONGEST_RUN = 1000
+_RUN = re.compile(rf"(?<!\S)\S{{{_LONGEST_RUN + 1},}}|(?<!\s)\s{{{_LONGEST_RUN + 1},}}")
+"""Characters without white space, or white space, that a tokenizer is trained on in pieces."""
 _KEY = 0x70C3
 
 
@@ -47,7 +52,7 @@ class Data:
     """The corpus of its own to measure on, where the config names one; its only split is ``valid``."""
     mix_unit: Unit
     notes: tuple[str, ...]
-    """What the user should know: a corpus that was cut, a smaller vocabulary, a damaged cache."""
+    """What the user should know: a corpus that was cut, a smaller vocabulary, documents that are trained on too, ..."""
     _all: tuple[SourceData, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,10 +112,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data:
     corpora = [corpus(source.corpus) for source in sources]
     valid = None if config.valid is None else corpus(config.valid)
     names = _names(sources, corpora, valid)
-    hashes = [one.content_hash() for one in corpora]
-    valid_hash = None if valid is None else valid.content_hash()
-    if valid_hash in hashes:
-        raise UsageError(f"valid: {config.valid!r} is trained on too; name another corpus, or leave valid out")
+    hashes, valid_hash = _hashes(corpora, valid)
     if tokenizer is None:
         tokenizer = _tokenizer(config, corpora, hashes, valid)
     notes = []
@@ -127,20 +129,69 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data:
         one.name = name
         store = tokenise(one, tokenizer, source.max_bytes)
         parts, note = split(store, _fractions(config), config.seed)
-        notes += [text for text in (store.note, note) if text]
+        notes += [*store.notes, *([note] if note else [])]
         data.append(SourceData(name, source.weight, parts, source.corpus, content))
     own = None
     if valid is not None and valid_hash is not None:
         valid.name = names[-1]
         store = tokenise(valid, tokenizer, config.max_bytes)
-        notes += [store.note] if store.note else []
+        notes += store.notes
         own = SourceData(valid.name, 0.0, {"valid": whole(store)}, valid.spec, valid_hash)
+    notes += _repeated(data, own)
     return Data(tokenizer, tuple(data), own, config.mix_unit, tuple(notes))
 
 
 def open_corpus(spec: str, tokenizer: Tokenizer, max_bytes: int | None = None) -> Stream:
     """All of the corpus ``spec`` (its first ``max_bytes`` bytes), to evaluate on."""
-    return whole(tokenise(corpus(spec), tokenizer, max_bytes))
+    one = corpus(spec)
+    kind = TokenizerConfig.choices.get(tokenizer.kind)
+    if not one.has_text and kind is not None and issubclass(kind, TokenizerConfig) and not kind.given:
+        raise UsageError(
+            f"corpus {spec!r} is tokens already, and tokenizer {tokenizer.kind!r} did not make them; give the text "
+            "that they were made from (text:PATH), or a model with the tokenizer that did"
+        )
+    return whole(tokenise(one, tokenizer, max_bytes))
+
+
+def _hashes(corpora: Sequence[Corpus], valid: Corpus | None) -> tuple[list[str], str | None]:
+    """The content hash of each corpus. Refuses text that is there twice: held out of one, it is trained on in another.
+
+    Each source is split by itself, so only whole corpora and files are compared here; for documents see `_repeated`.
+    """
+    every = [*corpora, *([valid] if valid else [])]
+    files = [{path.resolve() for path in one.files} if isinstance(one, FileCorpus) else set() for one in every]
+    for (i, a), (j, b) in combinations(enumerate(every), 2):
+        if shared := files[i] & files[j]:
+            raise _twice(a, b, valid, f"{min(shared)} is in both")
+    hashes = [one.content_hash() for one in every]
+    for (i, a), (j, b) in combinations(enumerate(every), 2):
+        if hashes[i] == hashes[j]:
+            raise _twice(a, b, valid, "they hold the same")
+    return hashes[: len(corpora)], None if valid is None else hashes[-1]
+
+
+def _twice(a: Corpus, b: Corpus, valid: Corpus | None, why: str) -> UsageError:
+    if b is valid:
+        return UsageError(
+            f"valid: {b.spec!r} is trained on too, as {a.spec!r} ({why}); name another corpus, or leave valid out"
+        )
+    return UsageError(
+        f"mix: {a.spec!r} and {b.spec!r} overlap ({why}), so what is held out of one would be trained on in the other; "
+        "name the text once (weight says how often it is read), or move the files of one elsewhere"
+    )
+
+
+def _repeated(sources: Sequence[SourceData], valid: SourceData | None) -> list[str]:
+    """A note on the validation documents that are in the training text too, if there are any."""
+    held = np.concatenate([one.splits["valid"].hashes() for one in ([valid] if valid else sources)])
+    trained = np.concatenate([one.splits[TRAIN].hashes() for one in sources])
+    n = int(np.isin(held, trained).sum())
+    if not n:
+        return []
+    return [
+        f"{n:,} of {len(held):,} validation documents are also in the training text, word for word, so that results on "
+        "them are too good; where they are many, remove what the corpus holds twice"
+    ]
 
 
 def _fractions(config: DataConfig) -> dict[str, float]:
@@ -205,7 +256,17 @@ def _training_text(config: DataConfig, corpora: Sequence[Corpus], train_bytes: i
         with bar(f"training the tokenizer on {one.name}", min(left, int(sizes_M.sum()))) as advance:
             for text in _train_documents(one, source.max_bytes, how, sizes_M, left, (_KEY, config.seed, i)):
                 advance(len(text.encode()))
-                yield text
+                yield from _short_runs(text)
+
+
+def _short_runs(text: str) -> Iterator[str]:
+    """``text`` in pieces, so that no word is very long: the time to train on a word grows with its square."""
+    start = 0
+    for run in _RUN.finditer(text):
+        for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def _train_documents(

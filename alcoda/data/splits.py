@@ -44,6 +44,7 @@ class Stream:
         self.n_tokens = int(self._ends_M[-1]) if len(starts_M) else 0
         self.n_bytes = int(bytes_M.sum())
         self.n_documents = len(starts_M)
+        self.notes = store.notes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start .. stop`` of the sequence (uint16 or uint32), across the borders of documents."""
@@ -68,6 +69,14 @@ class Stream:
     def range_of(self, document: int) -> tuple[int, int]:
         """Where ``document`` lies in the sequence: its first position, and the one after its last."""
         return int(self._ends_M[document - 1]) if document else 0, int(self._ends_M[document])
+
+    def hashes(self) -> np.ndarray:
+        """Of the documents that are whole here, a hash of the tokens of each (uint64)."""
+        offsets = self._store.offsets
+        in_store_M = np.searchsorted(offsets, self._starts_M, side="right") - 1
+        n_tokens_M = np.diff(self._ends_M, prepend=0)
+        whole_M = (offsets[in_store_M] == self._starts_M) & (np.diff(offsets)[in_store_M] == n_tokens_M)
+        return self._store.doc_hashes[in_store_M[whole_M]]
 
     def documents(self) -> Iterator[np.ndarray]:
         """The tokens of each document, EOT first."""

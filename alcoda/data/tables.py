@@ -37,7 +37,7 @@ class Parquet(FileCorpus):
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
-            text = "parquet files need pyarrow; install it with: pip install 'alcoda[data]'"
+            text = "parquet files need pyarrow; install it with: pip install pyarrow"
             raise UsageError(f"corpus {self.spec!r}: {text}") from None
         try:
             file = pq.ParquetFile(path)
@@ -78,7 +78,7 @@ class HuggingFace(Corpus):
         try:
             import datasets
         except ImportError:
-            text = "datasets of the hub need the datasets library; install it with: pip install 'alcoda[hf]'"
+            text = "datasets of the hub need the datasets library; install it with: pip install datasets"
             raise UsageError(f"corpus {spec!r}: {text}") from None
         self._datasets = datasets
 

@@ -40,6 +40,9 @@ class Tokenizer:
     byte: there ``decode_bytes(encode(text))`` is ``text.encode()``, and ``token_bytes_V`` sums to its length. For the
     other kinds (``▁``, ``##``, byte fallback) a token stands for what it adds to the decoded text, with a space
     for each ``▁``: the sum may differ from the text by the space before the first word and by what a normaliser did.
+
+    ``unk`` is the token that stands for text which the others cannot spell, where there may be such text. How much
+    text that is cannot be told from it, so it counts as 0 bytes, and a loss in bits a byte leaves that text out.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, eot: str, kind: str) -> None:
@@ -56,6 +59,7 @@ class Tokenizer:
         self.byte_level = _mentions(layout["decoder"], "ByteLevel")
         prefix = any(part.get("add_prefix_space") for part in _parts(layout["pre_tokenizer"]))
         self.exact = self.byte_level and layout["normalizer"] is None and not prefix
+        self.unk = None if self.byte_level else _unknown(inner, layout["model"])
 
     @staticmethod
     def load(path: str | Path, eot: str | None = None, kind: str = "file") -> Tokenizer:
@@ -175,8 +179,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes_V(self) -> np.ndarray:
-        """How many bytes of UTF-8 each token stands for (int32, shape V); 0 for special tokens and unused ids."""
+        """How many bytes of UTF-8 each token stands for (int32, shape V); 0 for specials, ``unk`` and unused ids."""
         lengths_V = np.array([len(piece) for piece in self._bytes_V], dtype=np.int32)
+        if self.unk is not None:
+            lengths_V[self.unk] = 0
         lengths_V.setflags(write=False)
         return lengths_V
 
@@ -227,6 +233,13 @@ def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 def _mentions(component: dict[str, Any] | None, kind: str) -> bool:
     return any(part.get("type") == kind for part in _parts(component))
+
+
+def _unknown(inner: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
+    """The id of the token that ``model`` of a tokenizer.json gives for what it does not know."""
+    if model.get("unk_id") is not None:  # of a Unigram model; the others name the token
+        return model["unk_id"]
+    return inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
 
 def _specials_text(inner: tokenizers.Tokenizer) -> str:

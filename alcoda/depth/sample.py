@@ -7,16 +7,24 @@ wait for each other forever. Every sampler knows its exact distribution, from wh
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from alcoda.config import Choice, PositiveFloat, PositiveInt
 from alcoda.errors import UsageError
 
 Number = TypeVar("Number", int, float)
 Sampler = TypeVar("Sampler", bound="Depth")
+
+MOST_LOOPS = 10_000
+"""No step is deeper: a distribution is a list of its depths, and a typing error is not to fill the memory."""
+
+Loops = Annotated[PositiveInt, Field(le=MOST_LOOPS)]
+Mean = Annotated[PositiveFloat, Field(le=MOST_LOOPS)]
+Sigma = Annotated[PositiveFloat, Field(le=1.5)]
+"""Above it the mean comes from steps too rare for a run to meet."""
 
 _STREAM = 0xD0D0
 """Keeps the draws of depth apart from other draws that start from the same seed."""
@@ -78,7 +86,7 @@ class Fixed(Depth):
     """Always ``loops`` loops (CART, Ouro, a dense model); the model's ``n_loops`` where not set."""
 
     kind: Literal["fixed"] = "fixed"
-    loops: PositiveInt | None = None
+    loops: Loops | None = None
 
     def resolve(self, n_loops: int) -> Self:
         return self.model_copy(update={"loops": self.loops or n_loops})
@@ -94,8 +102,8 @@ class Uniform(Depth):
     """Uniform over ``min .. max`` (GRT: 1 .. R, papers.md 1.2); max is the model's ``n_loops`` where not set."""
 
     kind: Literal["uniform"] = "uniform"
-    min: PositiveInt = 1
-    max: PositiveInt | None = None
+    min: Loops = 1
+    max: Loops | None = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -125,14 +133,14 @@ class LogNormal(Depth):
     """``clip(round(exp N(ln mean - sigma^2 / 2, sigma)), min, max)`` (papers.md 3.2, after Huginn's rate).
 
     ``mean`` is that of the log-normal before rounding and clipping, the model's ``n_loops`` where not set; ``max`` is
-    4 times the mean where not set.
+    4 times the mean where not set (and 10,000 at most).
     """
 
     kind: Literal["lognormal"] = "lognormal"
-    mean: PositiveFloat | None = None
-    sigma: PositiveFloat = 0.5
-    min: PositiveInt = 1
-    max: PositiveInt | None = None
+    mean: Mean | None = None
+    sigma: Sigma = 0.5
+    min: Loops = 1
+    max: Loops | None = None
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -140,7 +148,7 @@ class LogNormal(Depth):
 
     def resolve(self, n_loops: int) -> Self:
         mean = self.mean or float(n_loops)
-        top = self.max or max(self.min, math.ceil(4 * mean))
+        top = self.max or max(self.min, min(math.ceil(4 * mean), MOST_LOOPS))
         return _check_bounds(self.model_copy(update={"mean": mean, "max": top}), mean, self.min, top)
 
     def _mu(self) -> float:
@@ -163,40 +171,45 @@ class LogNormal(Depth):
 class LogNormalPoisson(Depth):
     """Huginn's sampler (papers.md 5.1): ``rate ~ LogNormal(ln mean - sigma^2 / 2, sigma)``, ``n = Poisson(rate) + 1``.
 
-    The mean of n is ``mean + 1``. With ``last_k: 8`` the last 8 loops carry gradients, as in Huginn's training.
-    ``max``, where set, clips n; Huginn's has no bound.
+    The mean of n is ``mean + 1``, less what ``max`` cuts. With ``last_k: 8`` the last 8 loops carry gradients, as in
+    Huginn's training. Huginn's has no bound; here ``max`` is 10,000 where not set, which no step of Huginn's reaches.
     """
 
     kind: Literal["lognormal_poisson"] = "lognormal_poisson"
-    mean: PositiveFloat | None = None
-    sigma: PositiveFloat = 0.5
-    max: PositiveInt | None = None
+    mean: Mean | None = None
+    sigma: Sigma = 0.5
+    max: Loops | None = None
 
     def resolve(self, n_loops: int) -> Self:
         return self.model_copy(update={"mean": self.mean or float(n_loops)})
 
     def pmf(self) -> dict[int, float]:
-        mean = _set(self.mean)
-        # The mixture over the rate by Gauss-Hermite quadrature, up to where less than 1e-12 is left.
-        nodes, weights = np.polynomial.hermite_e.hermegauss(120)
-        rates = np.exp(math.log(mean) - self.sigma**2 / 2 + self.sigma * nodes)
-        share = weights / weights.sum()
-        log_terms, pmf, mass, n = -rates, {}, 0.0, 1
-        while mass < 1 - 1e-12:
-            p = float(share @ np.exp(log_terms))
-            if n == self.max or (n > 100 * mean and p < 1e-15):
-                pmf[n] = 1 - mass
-                break
-            pmf[n] = p
+        mean, sigma = _set(self.mean), self.sigma
+        # About one rate in 10^13 is above this, and n is not far above the rate.
+        rate = mean * math.exp(7.4 * sigma - sigma**2 / 2)
+        top = min(MOST_LOOPS, math.ceil(rate + 10 * math.sqrt(rate) + 50))
+        # The mixture over the rate by the trapezoidal rule, in steps finer than the likelihood of the largest n is
+        # wide: then its error is below that of rounding.
+        step = min(0.1, 0.7 / math.sqrt(1 + sigma**2 * top))
+        z = np.arange(-9, 9, step)
+        share = np.exp(-(z**2) / 2)
+        share /= share.sum()
+        log_rates = math.log(mean) - sigma**2 / 2 + sigma * z
+        rates = np.exp(log_rates)
+        bound = self.max or MOST_LOOPS
+        pmf, mass = {}, 0.0
+        for n in range(1, min(bound, top) + 1):
+            p = float(share @ np.exp((n - 1) * log_rates - rates - math.lgamma(n)))
+            pmf[n] = 1 - mass if n == bound else p
             mass += p
-            log_terms = log_terms + np.log(rates / n)
-            n += 1
+            if mass >= 1 - 1e-12:
+                break
         return pmf
 
     def _draw(self, generator: np.random.Generator) -> int:
         rate = math.exp(generator.normal(math.log(_set(self.mean)) - self.sigma**2 / 2, self.sigma))
         n = int(generator.poisson(rate)) + 1
-        return n if self.max is None else min(n, self.max)
+        return min(n, self.max or MOST_LOOPS)
 
 
 def _set(value: Number | None) -> Number:

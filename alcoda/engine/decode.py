@@ -10,7 +10,7 @@ from torch import Tensor
 from alcoda.errors import RunError, UsageError
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
-from alcoda.train.device import autocast
+from alcoda.training.device import autocast
 
 
 def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -22,7 +22,7 @@ def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: t
     if top_k is not None and top_k < logits_V.numel():
         floor = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < floor, float("-inf"))
-    weights_V = torch.softmax(logits_V.double() / temperature, -1)
+    weights_V = torch.softmax((logits_V.double() - logits_V.max()) / temperature, -1)
     return int(torch.multinomial(weights_V, 1, generator=generator))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
-from alcoda.train.device import autocast
-from alcoda.train.load import LoadedRun, load_run
+from alcoda.training.device import autocast
+from alcoda.training.load import LoadedRun, load_run
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
 

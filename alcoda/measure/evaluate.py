@@ -15,10 +15,10 @@ from alcoda.data.config import Splits
 from alcoda.data.corpora import FORMS
 from alcoda.data.prepare import open_corpus, prepare
 from alcoda.data.splits import Stream
-from alcoda.errors import UsageError, did_you_mean
+from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.measure.bootstrap import MIN_DOCUMENTS, N_BLOCKS, Interval, paired_gain, ratio_interval
-from alcoda.train.load import LoadedRun
-from alcoda.train.score import score
+from alcoda.training.load import LoadedRun
+from alcoda.training.score import score
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class EvalResult:
         return {"bits_per_byte": self.bits_per_byte, **asdict(self)}
 
 
+MISSING_SHARE = 0.02
+"""A larger share of the text that no token stands for is told."""
+
+
 @dataclass
 class _Sums:
     """Nats and bytes by unit of one stream."""
@@ -87,6 +91,8 @@ class _Sums:
     bytes_U: np.ndarray
     n_scored: int = 0
     n_documents: int = 0
+    text_bytes: int = 0
+    cut: bool = False
 
 
 def evaluate(
@@ -101,7 +107,7 @@ def evaluate(
     """Score a split of the run's data, or the whole of another corpus, at each of ``loops``.
 
     Args:
-        run: from `alcoda.train.load.load_run`.
+        run: from `alcoda.training.load.load_run`.
         loops: depths; the recipe's ``eval.loops`` where empty.
         data: ``valid`` (also train, calib, probe) or a corpus (``text:PATH`` ...).
         batch_size: rows scored at a time.
@@ -111,7 +117,7 @@ def evaluate(
     Raises:
         UsageError: a depth that the model does not have, or a corpus that cannot be read.
     """
-    depths = sorted({run.recipe.model.check_loops(n) for n in (loops or run.recipe.eval.loops)})
+    depths = sorted({run.recipe.model.check_loops(n) for n in (list(loops) or run.recipe.eval.loops)})
     streams = streams_of(run, data)
     n_tokens = sum(min(s.n_tokens, max_tokens or s.n_tokens) for s in streams.values())
     if max_tokens is not None and all(s.n_tokens <= max_tokens for s in streams.values()):
@@ -128,7 +134,9 @@ def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
     """The streams of a split of the run's data, or of a corpus, by source."""
     parts = ("train", *Splits.model_fields)
     if data in parts:
-        return prepare(run.recipe.data, run.tokenizer).split(data)
+        prepared = prepare(run.recipe.data, run.tokenizer)
+        run.run.check_corpora(prepared)
+        return prepared.split(data)
     if ":" in data or data in FORMS or Path(data).exists():
         return {data: open_corpus(data, run.tokenizer)}
     raise UsageError(f"data {data!r}{did_you_mean(data, (*parts, *FORMS))} (a corpus is FORM:PATH, as text:{data})")
@@ -152,6 +160,7 @@ def _sum(
     else:
         ends_U = np.linspace(0, n_tokens, min(N_BLOCKS, n_tokens) + 1).round().astype(int)[1:]
     sums = _Sums(np.zeros((len(depths), len(ends_U))), np.zeros(len(ends_U)), n_documents=stream.n_documents)
+    sums.text_bytes, sums.cut = stream.n_bytes, n_tokens < stream.n_tokens
     for part in score(
         run.model,
         stream,
@@ -183,21 +192,37 @@ def _result(
         raise UsageError(
             f"{data}: {n_scored} of its tokens stand for text and have one before them; at least 2 are needed to score"
         )
+    for n, nats_U in zip(depths, nats_LU, strict=True):
+        if not np.isfinite(nats_U).all():
+            raise RunError(
+                f"the loss at {n} loops is not finite: the model of train step {run.train_step} diverged, or does not "
+                "stand that depth; give other --loops, or another --checkpoint"
+            )
     intervals = [_interval(ratio_interval, nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
     gains = [_interval(paired_gain, nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
-    note = None
+    notes = []
     if not by_documents:
         n_documents = min(s.n_documents for s in sums.values())
-        few = f"{n_documents} documents are too few" if n_documents < MIN_DOCUMENTS else "only part of it was scored"
-        note = f"{few}: intervals are over {len(bytes_U)} contiguous blocks of tokens"
+        few = (
+            f"{n_documents} document{'s are' if n_documents != 1 else ' is'} too few"
+            if n_documents < MIN_DOCUMENTS
+            else "only part of it was scored"
+        )
+        notes.append(f"{few}: intervals are over {len(bytes_U)} contiguous blocks of tokens")
+    text_bytes, n_bytes = sum(s.text_bytes for s in sums.values()), int(bytes_U.sum())
+    if abs(n_bytes - text_bytes) > MISSING_SHARE * text_bytes and not any(s.cut for s in sums.values()):
+        notes.append(
+            f"the scored tokens stand for {n_bytes:,} of {text_bytes:,} bytes: the tokenizer does not name all of this "
+            "text, and bits per byte cannot be compared with those of other tokenizers"
+        )
     return EvalResult(
         data=data,
         train_step=run.train_step,
         unit="documents" if by_documents else "blocks",
         n_units=len(bytes_U),
         n_tokens=n_scored,
-        n_bytes=int(bytes_U.sum()),
-        note=note,
+        n_bytes=n_bytes,
+        note="; ".join(notes) or None,
         by_depth=tuple(
             DepthScore(n, float(nats_U.sum()) / n_scored, *interval)
             for n, nats_U, interval in zip(depths, nats_LU, intervals, strict=True)

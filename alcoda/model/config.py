@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -65,6 +66,10 @@ class ModelConfig(Config):
 
     def check_loops(self, n_loops: int, name: str = "loops") -> int:
         """``n_loops``, if the model can run so many; UsageError otherwise."""
+        try:
+            n_loops = operator.index(n_loops)
+        except TypeError:
+            raise UsageError(f"{name}={n_loops!r}: a whole number is needed") from None
         if n_loops < 1:
             raise UsageError(f"{name}={n_loops}: at least 1 loop is needed")
         if n_loops > 1 and not self.is_recurrent:

@@ -102,7 +102,7 @@ def valid_figure(runs: Sequence[Run], source: str) -> str | None:
         points = [point for point in run.valid if point.source == source]
         depths = sorted({point.loops for point in points})
         if len(runs) > 1 and depths:
-            mean = run.mean_loops or depths[-1]
+            mean = run.nominal_loops or depths[-1]
             depths = [min(depths, key=lambda loops: abs(math.log(max(loops, 0.5)) - math.log(mean)))]
         for j, loops in enumerate(depths):
             here = [point for point in points if point.loops == loops]

@@ -41,8 +41,8 @@ def human(value: float | None, unit: str = "") -> str:
 
 
 def exact(value: float) -> str:
-    """All digits, in groups of three."""
-    return f"{value:,.0f}" if math.isfinite(value) and value == int(value) else f"{value:,}"
+    """All digits before the point, in groups of three; of small numbers that are not whole, those after it too."""
+    return f"{value:,.0f}" if math.isfinite(value) and (value == int(value) or abs(value) >= 1000) else f"{value:,}"
 
 
 def quantity(value: float | None, unit: str = "") -> str:

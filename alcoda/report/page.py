@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     except OSError as error:
         raise RunError(f"{out}: the report cannot be written ({error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
     return out
 
 

@@ -142,10 +142,15 @@ class Run:
         return mean if mean is not None and mean > 0 and math.isfinite(mean) else None
 
     @property
+    def nominal_loops(self) -> float | None:
+        """The depth that the model is built for, where the run says it; else its mean depth in training."""
+        return self.ledger.loops if self.ledger is not None and self.ledger.loops > 0 else self.mean_loops
+
+    @property
     def headline(self) -> DepthPoint | None:
-        """The evaluated depth nearest to the training mean (by ratio), or the deepest where no mean is known."""
+        """The evaluated depth that the model is built for (n_loops), or the one nearest to it (by ratio)."""
         points = self.evaluation.by_depth if self.evaluation else ()
-        mean = self.mean_loops
+        mean = self.nominal_loops
         if not points or mean is None:
             return points[-1] if points else None
         return min(points, key=lambda point: abs(math.log(max(point.loops, 0.5)) - math.log(mean)))

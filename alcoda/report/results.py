@@ -27,6 +27,8 @@ from alcoda.report.markup import (
 )
 from alcoda.report.read import Evaluation, Gain, Ledger, Run
 
+_ENOUGH_BITS = 0.002
+_PART = "Scored on the beginning of the validation text only (eval.tokens); the evaluation by depth is on all of it."
 _NO_EVALUATION = "No evaluation yet: run `alcoda eval RUN`."
 
 
@@ -39,7 +41,7 @@ def headline(runs: Sequence[Run]) -> str:
         text = f'<p class="lead">{esc(described)}</p>' if described else ""
         parts = [kicker, f"<h1>{esc(run.name)}</h1>", text, _final(run)]
     else:
-        lead = '<p class="lead">Each at the evaluated depth nearest to the mean depth of its training.</p>'
+        lead = '<p class="lead">Each at the depth that its model is built for (n_loops).</p>'
         parts = ['<p class="kicker">Comparison</p>', f"<h1>{len(runs)} runs compared</h1>", lead, _summary(runs)]
     if any(run.evaluation is None for run in runs):
         absent = [run.label for run in runs if run.evaluation is None]
@@ -75,7 +77,7 @@ def _final(run: Run) -> str:
     wall_s = run.total("wall_s", "elapsed_s")
     if wall_s is not None:
         executed = run.total("executed_flops", "executed_flops")
-        under = "" if executed is None else f"{human(executed, 'FLOPs')} executed"
+        under = "" if executed is None else f"{human(executed, 'FLOP')} executed"
         items.append(("Training time", f"<strong>{esc(duration(wall_s))}</strong><small>{esc(under)}</small>"))
     return facts(items) if items else ""
 
@@ -136,9 +138,9 @@ def training(runs: Sequence[Run]) -> str:
     for source in curves.sources(runs):
         svg = curves.valid_figure(runs, source)
         where = f"Validation on {source}"
-        each = "Each run at the evaluated depth nearest to its training mean."
+        each = "Each run at the depth that it is built for."
         if svg:
-            drawn.append(figure(svg, where, "One line a depth." if len(runs) == 1 else each))
+            drawn.append(figure(svg, where, f"{'One line a depth.' if len(runs) == 1 else each} {_PART}"))
     loops = curves.loops_figure(runs)
     if loops:
         drawn.append(figure(loops, "Loops drawn in training", _drawn_from(runs)))
@@ -178,7 +180,26 @@ def depth(runs: Sequence[Run]) -> str:
     tables = _depth_table(known) + (gains if len(known) == 1 else "")
     beside = f'<div class="split">\n{drawn}\n<div>{tables}</div>\n</div>'
     below = gains if len(known) > 1 else ""
-    return section("depth", "Bits per byte by depth", *_evaluated(known), beside, below)
+    return section("depth", "Bits per byte by depth", *_evaluated(known), *_reading(known), beside, below)
+
+
+def _reading(known: Sequence[tuple[Run, Evaluation]]) -> list[str]:
+    """What the numbers say, in a sentence a run; and whether runs may be compared at all."""
+    said = []
+    if len({(evaluation.data, evaluation.n_bytes) for _, evaluation in known}) > 1:
+        said.append(note("These runs were evaluated on different texts: their bits per byte cannot be compared."))
+    for run, evaluation in known:
+        points = evaluation.by_depth
+        if len(points) < 2:
+            continue
+        best = min(point.bits_per_byte for point in points)
+        enough = next(point for point in points if point.bits_per_byte <= best + _ENOUGH_BITS)
+        saved = points[0].bits_per_byte - best
+        prefix = f"{run.label}: " if len(known) > 1 else ""
+        text = f"Depth saves {bits(saved)} bits per byte over {count(points[0].loops, 'loop')}; "
+        text += f"{count(enough.loops, 'loop')} come within {_ENOUGH_BITS:g} of the best."
+        said.append(f"<p>{esc(prefix + text)}</p>")
+    return said
 
 
 def _evaluated(known: Sequence[tuple[Run, Evaluation]]) -> list[str]:
@@ -208,7 +229,7 @@ def _depth_table(known: Sequence[tuple[Run, Evaluation]]) -> str:
         home = run.headline
         rows = []
         for point in evaluation.by_depth:
-            mark = " <small>mean</small>" if point is home and run.mean_loops else ""
+            mark = " <small>n_loops</small>" if point is home and point.loops == run.nominal_loops else ""
             rows.append(
                 [
                     f"{point.loops}{mark}",

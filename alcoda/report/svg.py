@@ -105,7 +105,7 @@ def draw(key: str, label: str, paint: Callable[[Figure], None], height_in: float
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("a report needs matplotlib: pip install 'alcoda[report]'") from error
+        raise UsageError("a report needs matplotlib: pip install matplotlib") from error
     buffer = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The name of a run may hold letters that the layout font lacks; the reader's browser has them.

@@ -13,7 +13,8 @@ from helpers import Cli, recipe, write_corpus, write_recipe
 
 from alcoda import api
 from alcoda.config import validate
-from alcoda.train.recipe import Recipe
+from alcoda.training import loop
+from alcoda.training.recipe import Recipe
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +34,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_note_on_small_texts() -> Iterator[None]:
+    """The texts here are tiny, and most tests look at all that is said."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SMALL_VALID_BYTES", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -136,9 +136,9 @@ def test_corpora(case: str, tiny: Path, tmp_path: Path, run_cli: Cli) -> None:
 def test_a_tracker_that_is_not_installed(
     tiny: Path, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alcoda.train.track.find_spec", lambda name: None)
+    monkeypatch.setattr("alcoda.training.track.find_spec", lambda name: None)
     for setting, package in (("track.tensorboard=true", "tensorboard"), ("track.wandb=offline", "wandb")):
-        says = (f"track.{package} needs the package {package}", "pip install 'alcoda[track]'")
+        says = (f"track.{package} needs the package {package}", f"pip install {package}")
         run_cli.refused("train", tiny, "--set", setting, "--out", tmp_path / "run", says=says)
         assert not (tmp_path / "run").exists()
 
@@ -151,7 +151,9 @@ def test_out_that_cannot_be_a_run(tiny: Path, tmp_path: Path, run_cli: Cli) -> N
         run_cli.refused("train", tiny, "--out", mine, says=(f"{mine} is not empty and holds no run", "another --out"))
         run_cli.refused("train", tiny, "--out", mine, "--resume", says=(f"there is no run at {mine} to resume",))
         run_cli.refused("quickstart", "--out", mine, says=("is not empty and holds no run",))
-        run_cli.refused("quickstart", "--fresh", "--out", mine, says=("is not a run: it has no recipe.yaml",))
+        run_cli.refused(
+            "quickstart", "--fresh", "--out", mine, says=("which is not a run and nothing else: it holds thesis.tex",)
+        )
     for out in (tiny, tiny / "below"):
         run_cli.refused("train", tiny, "--out", out, says=(f"--out {out}", f"{tiny} is a file", "another --out"))
     gone = tmp_path / "gone"

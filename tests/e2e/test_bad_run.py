@@ -23,10 +23,10 @@ from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import Bpe
 from alcoda.errors import RunError
 from alcoda.files import sha256
-from alcoda.train import checkpoint
-from alcoda.train.loop import Trainer
-from alcoda.train.objective import NextToken
-from alcoda.train.recipe import Recipe
+from alcoda.training import checkpoint
+from alcoda.training.loop import Trainer
+from alcoda.training.objective import NextToken
+from alcoda.training.recipe import Recipe
 
 NEWEST, OLDER = "step_00000008", "step_00000004"
 
@@ -287,7 +287,7 @@ def test_arguments_of_the_api(trained: Path) -> None:
         with pytest.raises(ValueError, match=says):
             api.load(trained, **arguments)
     with pytest.raises(ValueError, match="at least one run"):
-        api.report([], trained / "report.html")
+        api.write_report([], trained / "report.html")
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
@@ -311,7 +311,7 @@ def test_a_number_that_is_none(
         patch.setattr(NextToken, "loss_sum", loss_sum)
         message = run_cli.refused("train", tiny, "--out", run, code=1, says=(f"the {what} is", "at train step 6 ("))
     assert "batch: words[" in message and "Nothing was saved of that step" in message
-    assert f"the last good checkpoint is {run}/checkpoints/{OLDER}" in message
+    assert f"The last good checkpoint is {run}/checkpoints/{OLDER}" in message
     assert "train.optimizer.lr" in message and "train.clip" in message
     assert metrics(run)[-1]["train_step"] == 5
     record = json.loads((run / "run.json").read_text())
@@ -327,7 +327,7 @@ def test_a_learning_rate_that_explodes(tmp_path: Path, corpus: Path, run_cli: Cl
         train__clip=None,
         train__schedule={"warmup_steps": 0},
     )
-    says = ("is nan at train step", "there is no checkpoint yet")
+    says = ("is nan at train step", "There is no checkpoint yet")
     run_cli.refused("train", file, "--out", tmp_path / "run", code=1, says=says)
 
 

@@ -13,8 +13,8 @@ from helpers import Cli, Done, snapshot, untouched
 import alcoda
 from alcoda.data.prepare import prepare
 from alcoda.measure.bigram import Bigram
-from alcoda.train.loop import Trainer
-from alcoda.train.recipe import load_recipe
+from alcoda.training.loop import Trainer
+from alcoda.training.recipe import load_recipe
 
 SETTINGS = (
     "model.d_model=16",
@@ -85,9 +85,14 @@ def test_once_again_and_anew(tmp_path: Path, corpus: Path, run_cli: Cli) -> None
         k: v for k, v in result.items() if k not in timing
     }
 
-    (run / "mine.txt").write_text("goes with the run")
+    (run / "mine.txt").write_text("is not of the run")
+    refused = quickstart(run_cli, corpus, run, "--fresh")
+    assert refused.code == 2 and "it holds mine.txt" in refused.err and weights(run) == before[0]
+    (run / "mine.txt").unlink()
+    wrong = quickstart(run_cli, corpus, run, "--fresh", "--set", "data.corpus=text:nothere")
+    assert wrong.code == 2 and "nothere" in wrong.err and weights(run) == before[0]
     fresh = quickstart(run_cli, corpus, run, "--fresh")
-    assert fresh.code == 0 and weights(run) > before[0] and not (run / "mine.txt").exists()
+    assert fresh.code == 0 and weights(run) > before[0] and [p.name for p in tmp_path.iterdir()] == ["quick"]
     assert fresh.json["bits_per_byte"] == bits
 
 

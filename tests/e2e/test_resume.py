@@ -15,9 +15,9 @@ from helpers import Cli, metrics, recipe, snapshot, spawn, untouched, write_corp
 
 from alcoda import api
 from alcoda.config import validate
-from alcoda.train import checkpoint
-from alcoda.train.loop import Trainer
-from alcoda.train.recipe import Recipe, load_recipe
+from alcoda.training import checkpoint
+from alcoda.training.loop import Trainer
+from alcoda.training.recipe import Recipe, load_recipe
 
 STEPS = 150
 GRT = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers import Cli, metrics
 
-from alcoda.train.loop import Trainer
+from alcoda.training.loop import Trainer
 
 
 def test_tensorboard(tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ class FakeWandb(ModuleType):
 def test_wandb_gets_the_same_numbers(tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("alcoda.train.track.find_spec", lambda name: fake)
+    monkeypatch.setattr("alcoda.training.track.find_spec", lambda name: fake)
     run = tmp_path / "run"
     run_cli.ok("train", tiny, "--out", run, "--set", "track.wandb=online", "--set", "track.project=mine")
     (started,) = fake.started
@@ -83,7 +83,7 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, tiny: Path, run_cli: Cli, m
 
 def test_wandb_that_does_not_start(tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key"))
-    monkeypatch.setattr("alcoda.train.track.find_spec", lambda name: True)
+    monkeypatch.setattr("alcoda.training.track.find_spec", lambda name: True)
     run = tmp_path / "run"
     says = ("Weights & Biases did not start: no API key", "track.wandb to offline or off")
     run_cli.refused("train", tiny, "--out", run, "--set", "track.wandb=online", code=1, says=says)

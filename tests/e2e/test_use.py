@@ -22,10 +22,10 @@ from alcoda.data.prepare import open_corpus, prepare
 from alcoda.engine import llm
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cost import ledger
-from alcoda.train import checkpoint
-from alcoda.train.loop import Trainer
-from alcoda.train.recipe import Recipe, load_recipe
-from alcoda.train.score import Scored
+from alcoda.training import checkpoint, loop
+from alcoda.training.loop import Trainer
+from alcoda.training.recipe import Recipe, load_recipe
+from alcoda.training.score import Scored
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_the_last_and_the_best_checkpoints_stay(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("alcoda.train.loop.score", score)
+        patch.setattr("alcoda.training.loop.score", score)
         settings = [f"train.{s}" for s in ("steps=16", "checkpoint_every=3", "keep_checkpoints=2")] + ["eval.every=4"]
         done = run_cli.ok("train", tiny, "--out", run, *(part for s in settings for part in ("--set", s)))
     assert done.json["best_bits_per_byte"] == pytest.approx(3 / math.log(2))
@@ -369,3 +369,39 @@ def test_a_bpe_run(tmp_path: Path, corpus: Path, run_cli: Cli) -> None:
     assert result.bits_per_byte[2] == pytest.approx(nats.sum() / math.log(2) / n_bytes.sum(), rel=1e-6)
     for seed in range(3):  # ids that only pad the embedding are never drawn
         lm.generate("one über", temperature=50.0, seed=seed)
+
+
+def test_what_the_user_should_know_before_the_first_step(
+    tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SMALL_VALID_BYTES", 20_000)
+    done = run_cli("train", tiny, "--out", tmp_path / "run", "--set", "train.schedule.warmup_steps=50")
+    assert done.code == 0, done.err
+    assert "bytes to validate on" in done.err
+    assert "the warm-up of 50 steps (train.schedule.warmup_steps) is not over after" in done.err
+
+
+def test_scores_of_a_text_that_has_changed_are_refused(tmp_path: Path, run_cli: Cli) -> None:
+    corpus = write_corpus(tmp_path / "words.txt")
+    run = tmp_path / "run"
+    assert run_cli("train", write_recipe(tmp_path / "r.yaml", corpus), "--out", run).code == 0
+    corpus.write_text("one more document\n<|endoftext|>\n" + corpus.read_text())
+    done = run_cli("eval", run)
+    assert done.code == 2 and "has changed since" in done.err
+    # The text may have moved: then the run is told where it is.
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_corpus(tmp_path / "elsewhere" / "words.txt")
+    corpus.unlink()
+    assert run_cli("eval", run).code == 2
+    resumed = run_cli("train", run / "recipe.yaml", "--out", run, "--resume", "--set", f"data.corpus=text:{moved}")
+    assert resumed.code == 0, resumed.err
+    assert run_cli("eval", run).code == 0
+
+
+def test_divergence_is_a_failure_and_never_the_best(tmp_path: Path, corpus: Path, run_cli: Cli) -> None:
+    run = tmp_path / "run"
+    path = write_recipe(tmp_path / "r.yaml", corpus)
+    wild = ("--set", "train.optimizer.lr=1e38", "--set", "train.schedule.warmup_steps=0", "--set", "train.steps=1")
+    done = run_cli("train", path, "--out", run, *wild)
+    assert done.code == 1 and "the model diverged" in done.err and "Traceback" not in done.err
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"

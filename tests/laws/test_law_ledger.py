@@ -25,7 +25,7 @@ from alcoda.model.cost import KV_ITEM_BYTES, TrainingDepth, ledger
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.shape import Cost, Shape
-from alcoda.train.recipe import Recipe, load_recipe
+from alcoda.training.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [*sorted((ROOT / "recipes").rglob("*.yaml")), Path(alcoda.__file__).parent / "quickstart.yaml"]

@@ -13,7 +13,7 @@ from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.recurrence.inject import Add, Concat, Inject
 from alcoda.model.recurrence.update import Gate, Update
-from alcoda.train.recipe import load_recipe
+from alcoda.training.recipe import load_recipe
 
 
 class Sizes(Config):

@@ -9,7 +9,7 @@ import pytest
 from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, TrainingDepth, ledger
-from alcoda.train.recipe import load_recipe
+from alcoda.training.recipe import load_recipe
 
 PAPERS = Path(__file__).parents[2] / "recipes" / "papers"
 

@@ -23,7 +23,9 @@ def store_of(lengths, name="books"):
     offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
     tokens = np.arange(offsets[-1], dtype=np.uint32)
     tokens[offsets[:-1]] = 0
-    return TokenStore(name, tokens, offsets, lengths, np.sign(tokens).astype(np.int32))
+    return TokenStore(
+        name, tokens, offsets, lengths, np.sign(tokens).astype(np.int32), np.zeros(len(lengths), np.uint64)
+    )
 
 
 def sources(*lengths, weights=None):

@@ -9,10 +9,13 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from alcoda.data import cache
 from alcoda.data.cache import cache_root, tokenise
 from alcoda.data.corpora import corpus
+from alcoda.data.splits import whole
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import Byte
 from alcoda.errors import RunError, UsageError
@@ -54,9 +57,10 @@ def test_each_document_is_eot_and_its_tokens(text, root, monkeypatch):
     store = tokenise(text, BYTE)
     assert [len(batch) for batch in batches] == [2, 1]  # a large corpus is never held whole
     check(store)
-    assert store.note is None and len(entries(root)) == 1
+    assert store.notes == () and len(entries(root)) == 1
     assert sorted(path.name for path in (root / "tokens" / entries(root)[0]).iterdir()) == [
         "doc_bytes.npy",
+        "doc_hashes.npy",
         "meta.json",
         "offsets.npy",
         "tokens.bin",
@@ -101,6 +105,7 @@ def test_large_vocabularies_take_four_bytes(text):
         lambda entry: (entry / "meta.json").unlink(),
         lambda entry: os.truncate(entry / "offsets.npy", 5),
         lambda entry: np.save(entry / "doc_bytes.npy", np.zeros(3, np.int64)),
+        lambda entry: (entry / "doc_hashes.npy").unlink(),
     ],
 )
 def test_a_damaged_entry_is_written_anew_with_a_note(text, root, harm):
@@ -108,8 +113,8 @@ def test_a_damaged_entry_is_written_anew_with_a_note(text, root, harm):
     harm(root / "tokens" / entries(root)[0])
     store = tokenise(text, BYTE)
     check(store)
-    assert "books" in store.note and "damaged" in store.note and len(entries(root)) == 1
-    assert tokenise(text, BYTE).note is None
+    assert "books" in store.notes[0] and "damaged" in store.notes[0] and len(entries(root)) == 1
+    assert tokenise(text, BYTE).notes == ()
 
 
 @pytest.mark.parametrize("where", ["encode_batch", "rename"])
@@ -224,6 +229,26 @@ def test_bin_files_are_cut_by_bytes_of_text(tmp_path, monkeypatch):
     np.array([257], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(UsageError, match=r"max_bytes \(1\) is less than its first token"):
         tokenise(corpus(one.spec), Tokenizer(other, "<|endoftext|>", "file"), 1)
+
+
+def test_hashes_are_equal_for_documents_of_the_same_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_BLOCK_TOKENS", 2)
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo\n<|endoftext|>\none\n<|endoftext|>\noneone\n")
+    hashes = tokenise(corpus(f"text:{tmp_path / 'a.txt'}"), BYTE).doc_hashes
+    assert hashes.dtype == np.uint64 and hashes[0] == hashes[2] and len(set(hashes.tolist())) == 3
+
+
+def test_text_that_the_tokenizer_does_not_know_is_noted(text):
+    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "ab": 2}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = Tokenizer(inner, "</s>", "file")
+    for _ in range(2):  # written, and found
+        store = tokenise(text, words)
+        # EOT ab, EOT é <| endoftext |>, EOT z
+        assert store.tokens.tolist() == [1, 2, 1, 0, 0, 0, 0, 1, 0] and not store.token_bytes_V[0]
+        (note,) = store.notes
+        assert note.startswith("books: 55.6% of the tokens are unknown to the tokenizer: bits per byte leaves")
+        assert whole(store).notes == store.notes
 
 
 def test_where_the_cache_is(monkeypatch, root):

@@ -1,8 +1,10 @@
 """From a config to data: splits by document, a tokenizer that never saw the rest, names, notes, errors."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 from itertools import chain
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from alcoda.config import validate
 from alcoda.data import Batches, DataConfig, Source, Splits, open_corpus, prepare
+from alcoda.data.prepare import _short_runs
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import Bpe, Byte, File
 from alcoda.errors import UsageError
@@ -156,11 +159,69 @@ def test_a_valid_corpus_that_is_trained_on_is_refused(books, tmp_path):
         prepare(config_of(books, valid=f"text:{tmp_path}/copy.txt"))
 
 
+def test_text_that_is_in_two_sources_is_refused(books, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "copy.txt").write_text(books.read_text())
+    for name in "12":
+        (folder / f"{name}.txt").write_text("".join(f"{name}{i}\n<|endoftext|>\n" for i in range(40)))
+    (tmp_path / "link.txt").symlink_to(folder / "1.txt")
+    same = {"corpus": f"text:{books}", "name": "b"}
+    for mix, says in (
+        ([{"corpus": f"text:{books}", "max_bytes": 1000, "name": "a"}, same], r"books.txt' and .*books.txt is in both"),
+        ([f"text:{tmp_path}/copy.txt", same], r"copy.txt' and 'text:.*books.txt' overlap \(they hold the same\)"),
+        ([f"text:{folder}", f"text:{tmp_path}/link.txt"], r"folder' and 'text:.*link.txt' .*1.txt is in both"),
+    ):
+        with pytest.raises(UsageError, match=f"^mix: .*{says}.*name the text once"):
+            prepare(validate(DataConfig, {"mix": mix, "tokenizer": "byte"}))
+    for held in (folder / "1.txt", tmp_path / "link.txt"):
+        with pytest.raises(UsageError, match=r"valid: .* is trained on too, as 'text:.*folder' \(.*1.txt is in both"):
+            prepare(config_of(folder, valid=f"text:{held}"))
+
+
+def test_validation_documents_that_are_trained_on_too_are_counted(books, tmp_path):
+    held = texts(prepare(config_of(books)), "valid")
+    # All of another source, and its valid part is in no other: those of books are repeated.
+    (tmp_path / "more.txt").write_text("<|endoftext|>\n".join([*held, *(f"more {i}\n" for i in range(200))]))
+    mix = DataConfig(mix=[f"text:{books}", f"text:{tmp_path}/more.txt"], tokenizer=Byte())
+    data = prepare(mix)
+    trained = set(texts(data, "train"))
+    n, of = sum(text in trained for text in texts(data, "valid")), len(texts(data, "valid"))
+    assert n and f"{n} of {of} validation documents are also in the training text, word for word" in data.notes[0]
+    assert prepare(mix).notes == data.notes  # from the cache
+    (tmp_path / "held.txt").write_text("<|endoftext|>\n".join([texts(data, "train")[0], "new"]))
+    (note,) = prepare(config_of(books, valid=f"text:{tmp_path}/held.txt")).notes
+    assert note.startswith("1 of 2 validation documents")
+
+
+def test_a_document_that_is_cut_in_two_is_not_counted(tmp_path):
+    (tmp_path / "few.txt").write_text("<|endoftext|>\n".join(["x" * 99 + "\n"] * 2 + ["y" * 99]))
+    (note,) = prepare(config_of(tmp_path / "few.txt")).notes
+    assert "consecutive parts" in note
+
+
+def test_a_very_long_word_does_not_hold_up_the_training_of_a_tokenizer(tmp_path, monkeypatch):
+    text = "x" * 200_000 + "\n" + "a word " * 300 + " " * 2500 + "é" * 1001
+    (tmp_path / "long.txt").write_text(text)
+    started = time.monotonic()
+    config = config_of(tmp_path / "long.txt", tokenizer=Bpe(vocab_size=300))
+    data, seen = trained_on(config, monkeypatch)
+    assert time.monotonic() - started < 5
+    assert data.tokenizer.vocab_size <= 300 and text.startswith("".join(seen))
+    pieces = list(_short_runs(text))
+    assert (
+        "".join(pieces) == text and max(len(run) for piece in pieces for run in re.findall(r"\S+|\s+", piece)) == 1000
+    )
+    assert list(_short_runs("x" * 1000 + " " * 1000 + "y")) == ["x" * 1000 + " " * 1000 + "y"]
+
+
 def test_mixes_and_their_names(books, tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "books.txt").write_text("".join(f"b{i}\n<|endoftext|>\n" for i in range(90)))
     spec = f"text:{tmp_path}/b/books.txt"
-    mix = ({"corpus": f"text:{books}", "weight": 2, "max_bytes": 1000}, spec, {"corpus": spec, "name": "mine"})
+    (tmp_path / "other.txt").write_text("".join(f"o{i}\n<|endoftext|>\n" for i in range(90)))
+    other = {"corpus": f"text:{tmp_path}/other.txt", "name": "mine"}
+    mix = ({"corpus": f"text:{books}", "weight": 2, "max_bytes": 1000}, spec, other)
     data = prepare(validate(DataConfig, {"mix": mix, "tokenizer": "byte", "mix_unit": "document"}))
     assert [source.name for source in data.sources] == ["books", "books-2", "mine"]
     assert sum(stream.n_bytes for stream in data.sources[0].splits.values()) == 1000
@@ -224,6 +285,16 @@ def test_token_files_need_the_tokenizer_that_made_them(books, tmp_path):
 def test_open_corpus(books):
     stream = open_corpus(f"text:{books}", Byte().build(), max_bytes=100)
     assert (stream.n_bytes, stream.name) == (100, "books") and stream.n_tokens == 100 + stream.n_documents
+
+
+def test_a_token_file_is_not_scored_with_a_tokenizer_of_the_run(tmp_path):
+    np.arange(1, 60, dtype="<u2").tofile(tmp_path / "x.bin")
+    bpe = Bpe(vocab_size=300).build(["some text " * 9])
+    for tokenizer in (Byte().build(), bpe):
+        with pytest.raises(UsageError, match=f"x.bin' is tokens already, and tokenizer '{tokenizer.kind}' did not"):
+            open_corpus(f"bin:{tmp_path}/x.bin", tokenizer)
+    bpe.save(tmp_path / "tokenizer.json")
+    assert open_corpus(f"bin:{tmp_path}/x.bin", Tokenizer.load(tmp_path)).n_tokens == 60
 
 
 def test_errors_of_the_corpus_come_through_the_training_of_a_tokenizer(tmp_path):

@@ -23,7 +23,9 @@ def store_of(lengths, name="books", token_bytes=1):
     tokens[offsets[:-1]] = 0
     token_bytes_V = np.full(int(offsets[-1]) + 1, token_bytes, np.int32)
     token_bytes_V[0] = 0
-    return TokenStore(name, tokens, offsets, lengths * token_bytes, token_bytes_V)
+    return TokenStore(
+        name, tokens, offsets, lengths * token_bytes, token_bytes_V, np.arange(len(lengths), dtype=np.uint64)
+    )
 
 
 def test_a_stream_reads_across_documents():

@@ -179,6 +179,21 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
     assert 300 in ids and loaded.decode_bytes(ids) == "x    éy".encode() and loaded.vocab_size == 301
 
 
+def word_level(path, unk="[UNK]"):
+    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "fox": 2, "the": 3}, unk))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer.load(write(inner, path))
+
+
+def test_an_unknown_token_stands_for_no_known_number_of_bytes(tmp_path):
+    tokenizer = word_level(tmp_path / "words.json")
+    assert tokenizer.encode("the antidisestablishmentarian fox").tolist() == [3, 0, 2]
+    assert tokenizer.unk == 0 and tokenizer.token_bytes_V.tolist()[::2] == [0, len(" fox")]
+    assert Tokenizer.load(write(unigram(), tmp_path / "unigram.json")).unk == 0
+    assert BYTE.unk is None and BPE.unk is None
+    assert Tokenizer.load(write(tokenizers.Tokenizer(models.BPE({"</s>": 0}, [])), tmp_path / "none.json")).unk is None
+
+
 def test_which_token_ends_a_text(tmp_path):
     path = write(unigram("[END]"), tmp_path / "t.json")
     with pytest.raises(UsageError, match=r"none of the end-of-text tokens .*name its own with eot.*: \[END\]"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from alcoda.depth.sample import Depth, Fixed, LogNormal, LogNormalPoisson, LoopPlan, Uniform
+from alcoda.depth.sample import MOST_LOOPS, Depth, Fixed, LogNormal, LogNormalPoisson, LoopPlan, Uniform
 from alcoda.errors import UsageError
 
 N_LOOPS = 8
@@ -97,6 +97,27 @@ def test_mean_of_huginns_sampler_is_one_above_its_rate(mean: float) -> None:
     assert variance == pytest.approx(mean + mean**2 * (math.exp(0.25) - 1), rel=1e-6)
 
 
+@pytest.mark.parametrize("sigma", [1e-6, 0.25, 0.75, 1.0, 1.25, 1.5])
+@pytest.mark.parametrize("mean", [0.5, 8.0, 32.0])
+def test_mean_of_huginns_sampler_at_every_sigma(mean: float, sigma: float) -> None:
+    pmf = LogNormalPoisson(mean=mean, sigma=sigma).pmf()
+    assert sum(n * p for n, p in pmf.items()) == pytest.approx(mean + 1, rel=1e-3)
+    # The mean could be right of a distribution with gaps: P(n = 1 + k) is E[P(Poisson(rate) = k)].
+    rates = np.exp(math.log(mean) - sigma**2 / 2 + sigma * np.linspace(-9, 9, 20_001))
+    share = np.exp(-(np.linspace(-9, 9, 20_001) ** 2) / 2)
+    for n in (1, 2, 10, 100):
+        expected = share @ np.exp((n - 1) * np.log(rates) - rates - math.lgamma(n)) / share.sum()
+        assert pmf.get(n, 0) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_the_largest_distribution_is_listed_and_its_draws_are_bounded() -> None:
+    depth = LogNormalPoisson(mean=MOST_LOOPS, sigma=1.5)
+    pmf = depth.pmf()
+    assert depth.max_loops == max(pmf) == MOST_LOOPS and sum(pmf.values()) == pytest.approx(1, abs=1e-9)
+    assert max(depth.draw(0, step).n_loops for step in range(20)) == MOST_LOOPS
+    assert LogNormal().resolve(MOST_LOOPS).max_loops == MOST_LOOPS
+
+
 def test_mean_of_lognormal_is_near_its_mean() -> None:
     # Rounding is to the nearest and a bound of 400 cuts nothing.
     assert LogNormal(mean=20, max=400).mean_loops == pytest.approx(20, rel=1e-3)
@@ -178,6 +199,16 @@ def test_an_unresolved_sampler_says_so(depth: Depth) -> None:
         (Fixed, {"loops": 0}, "greater than or equal to 1"),
         (Fixed, {"last_k": 0}, "greater than or equal to 1"),
         (Fixed, {"loops": 2.0}, "valid integer"),
+        (Fixed, {"loops": 10_001}, "less than or equal to 10000"),
+        (Uniform, {"max": 10**9}, "less than or equal to 10000"),
+        (Uniform, {"min": 10**9}, "less than or equal to 10000"),
+        (LogNormal, {"max": 10**8}, "less than or equal to 10000"),
+        (LogNormal, {"min": 10**8}, "less than or equal to 10000"),
+        (LogNormal, {"mean": 1e300}, "less than or equal to 10000"),
+        (LogNormal, {"sigma": 1e200}, "less than or equal to 1.5"),
+        (LogNormalPoisson, {"mean": 1e300}, "less than or equal to 10000"),
+        (LogNormalPoisson, {"max": 10**8}, "less than or equal to 10000"),
+        (LogNormalPoisson, {"sigma": 3}, "less than or equal to 1.5"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(kind: type[Depth], fields: dict, message: str) -> None:
@@ -190,6 +221,7 @@ def test_settings_that_make_no_sense_are_refused(kind: type[Depth], fields: dict
     [
         (Uniform(min=5), 4, r"depth.min=5 is above the model's n_loops=4"),
         (LogNormal(min=5), 4, r"depth.mean=4 lies outside min=5 .. max=16"),
+        (Fixed(), 20_000, r"loops: input should be less than or equal to 10000"),
         (LogNormal(max=6), 8, r"depth.mean=8 lies outside min=1 .. max=6"),
     ],
 )

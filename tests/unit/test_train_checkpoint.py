@@ -13,7 +13,7 @@ from alcoda.config import validate
 from alcoda.errors import RunError, UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
-from alcoda.train import checkpoint
+from alcoda.training import checkpoint
 
 CONFIG = {"vocab_size": 20, "seq_len": 8, "d_model": 8, "n_heads": 2, "n_core": 1, "inject": "add"}
 

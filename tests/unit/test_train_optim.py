@@ -10,7 +10,7 @@ import torch
 from alcoda.config import validate
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
-from alcoda.train.optim import AdamW, Muon, Schedule
+from alcoda.training.optim import AdamW, Muon, Schedule
 
 SIZES = {"vocab_size": 40, "seq_len": 8, "d_model": 8, "n_heads": 2, "n_prelude": 1, "n_core": 1, "n_coda": 1}
 MODELS = {

@@ -14,11 +14,11 @@ from alcoda.config import validate
 from alcoda.data.batches import NOT_SCORED, Batch
 from alcoda.data.prepare import Data, prepare
 from alcoda.depth.sample import LoopPlan
-from alcoda.train.loop import Trainer
-from alcoda.train.recipe import Recipe
-from alcoda.train.run import RunFolder
-from alcoda.train.score import score
-from alcoda.train.stop import stop_on_signal
+from alcoda.training.loop import Trainer
+from alcoda.training.recipe import Recipe
+from alcoda.training.run import RunFolder
+from alcoda.training.score import score
+from alcoda.training.stop import stop_on_signal
 
 PLAN = LoopPlan(1, 2)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from alcoda.config import Choice, NonNegativeInt, PositiveFloat
@@ -52,7 +53,7 @@ class Noise(StateInit):
     std: PositiveFloat = 0.4**0.5
     at_eval: Literal["zeros", "by_position"] = "zeros"
     """At evaluation: zeros, or noise that is a pure function of (seed, position), so that cached decoding agrees."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(lt=1 << 32)] = 0
 
     def build(self, shape: Shape) -> StateInitModule:
         return NoiseModule(self)

@@ -22,13 +22,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from alcoda.data.prepare import Data
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import File
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, read_json, write_json
-from alcoda.train.recipe import Recipe, load_recipe
+from alcoda.training.recipe import Recipe, load_recipe
 
 MAY_CHANGE = (
+    "data.corpus",
+    "data.tokenizer.path",
+    "data.valid",
     "description",
     "eval.batch_size",
     "track",
@@ -36,7 +40,23 @@ MAY_CHANGE = (
     "train.keep_checkpoints",
     "train.log_every",
 )
-"""Entries that do not change the weights of a run, so that a resumed run may set them anew."""
+"""Entries that do not change the weights of a run, so that a resumed run may set them anew (of data: where it lies; the
+text itself is compared)."""
+
+
+RUN_FILES = (
+    "checkpoints",
+    "eval.json",
+    "metrics.jsonl",
+    "recipe.yaml",
+    "report.html",
+    "run.json",
+    "samples.json",
+    "tensorboard",
+    "tokenizer.json",
+    "wandb",
+)
+"""All that alcoda writes into a run folder."""
 
 
 class RunFolder:
@@ -98,6 +118,17 @@ class RunFolder:
                 f"{self.path} was begun with another config:{lines}\nResume with the same config, or begin a new run "
                 f"with another --out (only these may change: {', '.join(MAY_CHANGE)})"
             )
+
+    def check_corpora(self, data: Data) -> None:
+        """Refuse text other than that which the run was begun with: its splits would not be the run's."""
+        before = (read_json(self.run_json) if self.run_json.exists() else {}).get("data", {}).get("sources", [])
+        for old, source in zip(before, data.describe()["sources"], strict=False):
+            if old.get("content_hash") != source["content_hash"]:
+                raise UsageError(
+                    f"the corpus {source['corpus']} has changed since {self.path} was begun, and its splits are no "
+                    "longer those of the run: put the old text back, begin a new run with another --out, or evaluate "
+                    "on the whole of a corpus (--data)"
+                )
 
     @contextmanager
     def locked(self) -> Generator[None]:

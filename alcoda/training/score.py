@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from alcoda.data.splits import Stream
 from alcoda.model.lm import RecurrentLM
-from alcoda.train.device import autocast
+from alcoda.training.device import autocast
 
 LOGIT_ROWS = 2048
 """Tokens whose logits exist at one time."""

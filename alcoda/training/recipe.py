@@ -16,8 +16,8 @@ from alcoda.depth.sample import Depth, Fixed
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, TrainingDepth, ledger
-from alcoda.train.objective import NextToken, Objective
-from alcoda.train.optim import AdamW, OptimizerConfig, Schedule
+from alcoda.training.objective import NextToken, Objective
+from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
 
 
 class TrainConfig(Config):
@@ -60,7 +60,7 @@ class EvalConfig(Config):
     """Validation during training."""
 
     every: PositiveInt = 250
-    tokens: PositiveInt = 20_000
+    tokens: Annotated[PositiveInt, Field(ge=2)] = 20_000
     """At most so many tokens of each validation source."""
     loops: tuple[PositiveInt, ...] = ()
     """Depths to score; n_loops is always among them, and decides which checkpoint is the best."""
@@ -133,7 +133,26 @@ class Recipe(Config):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML would keep the last one silently."""
+    """YAML that refuses a key given twice, where PyYAML would silently keep the last one, with the numbers of YAML 1.2.
+
+    In 1.1, which PyYAML reads, ``0100`` is 64, ``1:40`` is 100 and ``1e-3`` a word.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_DIGITS = list("-+0123456789.")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), _DIGITS)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+    _DIGITS,
+)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -163,6 +182,8 @@ def parse_yaml(text: str, what: str) -> Any:
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise UsageError(f"{what} is not valid YAML:{where} {problem}") from None
+    except (ValueError, AttributeError, RecursionError) as error:  # dates that are none, numbers of 5,000 digits
+        raise UsageError(f"{what} is not valid YAML: {error}") from None
 
 
 def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
@@ -201,7 +222,9 @@ def apply_setting(data: dict[str, Any], setting: str) -> None:
         raise UsageError(f"--set {setting}: write it as name.name=value, for example train.steps=500")
     here: Any = data
     for depth, key in enumerate(keys[:-1]):
-        inner = here.get(key) if isinstance(here, dict) else None
+        if isinstance(here.get(key), str):  # the short form of a choice: `gate` is {kind: gate}
+            here[key] = {"kind": here[key]}
+        inner = here.get(key)
         if not isinstance(inner, dict):
             path = ".".join(keys[: depth + 1])
             allowed = [k for k, v in here.items() if isinstance(v, dict)]

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, write_text
-from alcoda.train.recipe import Recipe, TrackConfig
-from alcoda.train.run import RunFolder
+from alcoda.training.recipe import Recipe, TrackConfig
+from alcoda.training.run import RunFolder
 
 
 class Tracker(Protocol):
@@ -27,12 +27,12 @@ class JsonLines:
 
     def __init__(self, path: Path, train_step: int) -> None:
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
             try:
                 record = json.loads(line)
             except ValueError:
                 break  # the line that a crash cut short
-            if record["train_step"] <= train_step:
+            if isinstance(record, dict) and record.get("train_step", 0) <= train_step:
                 kept.append(line + "\n")
         write_text(path, "".join(kept))
         # Unbuffered: what a full disk did not take is not tried again when the file is closed.
@@ -113,7 +113,7 @@ def check_trackers(config: TrackConfig) -> None:
     """Refuse what is asked for and not installed."""
     for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb != "off")):
         if wanted and find_spec(package) is None:
-            raise UsageError(f"track.{package} needs the package {package}: pip install 'alcoda[track]'")
+            raise UsageError(f"track.{package} needs the package {package}: pip install {package}")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

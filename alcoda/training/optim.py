@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from alcoda.config import Choice, Config, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from alcoda.config import Choice, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+Beta = Annotated[NonNegativeFloat, Field(lt=1)]
+Share = Annotated[NonNegativeFloat, Field(le=1)]
 
 
 class OptimizerConfig(Choice, axis="optimizer"):
@@ -25,7 +29,7 @@ class AdamW(OptimizerConfig):
 
     kind: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
-    betas: tuple[Float, Float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
 
@@ -75,9 +79,9 @@ class Schedule(Config):
 
     warmup_steps: NonNegativeInt = 100
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    decay_fraction: PositiveFloat = 1.0
+    decay_fraction: Share = 1.0
     """The share of the steps after warm-up, at the end, over which the rate decays; before, it stays at its peak."""
-    final: NonNegativeFloat = 0.1
+    final: Share = 0.1
 
     def factor(self, train_step: int, n_steps: int) -> float:
         """What the learning rate of step ``train_step`` (0-based) is multiplied by."""

@@ -11,10 +11,10 @@ import torch
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError
 from alcoda.model.lm import RecurrentLM
-from alcoda.train import checkpoint
-from alcoda.train.device import keep_freed_memory, pick_device, pick_dtype
-from alcoda.train.recipe import Recipe
-from alcoda.train.run import RunFolder
+from alcoda.training import checkpoint
+from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
+from alcoda.training.recipe import Recipe
+from alcoda.training.run import RunFolder
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 @contextmanager
 def stop_on_signal() -> Generator[threading.Event]:
-    """Set by the first SIGINT or SIGTERM; a second one acts at once."""
+    """Set by the first SIGINT, SIGTERM or SIGHUP (a closed terminal); a second one acts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def handle(number: int, frame: Any) -> None:
         stop.set()

@@ -21,16 +21,18 @@ from alcoda.data.prepare import Data, prepare
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.sample import LoopPlan
 from alcoda.errors import RunError, UsageError
-from alcoda.files import remove_abandoned, write_text
+from alcoda.files import disk, remove_abandoned, write_text
 from alcoda.model.cost import TrainingDepth, ledger
-from alcoda.train import checkpoint
-from alcoda.train.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
-from alcoda.train.load import check_tokenizer
-from alcoda.train.recipe import Recipe
-from alcoda.train.run import RunFolder, provenance
-from alcoda.train.score import score
-from alcoda.train.stop import stop_on_signal
-from alcoda.train.track import Trackers, check_trackers
+from alcoda.training import checkpoint
+from alcoda.training.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
+from alcoda.training.load import check_tokenizer
+from alcoda.training.recipe import Recipe
+from alcoda.training.run import RunFolder, provenance
+from alcoda.training.score import score
+from alcoda.training.stop import stop_on_signal
+from alcoda.training.track import Trackers, check_trackers
+
+SMALL_VALID_BYTES = 20_000
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
         UsageError: the recipe or the folder does not allow it.
         RunError: a damaged checkpoint, a full disk, a loss that is not finite.
     """
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"train takes a Recipe, not {recipe!r}: alcoda.load_recipe(PATH) reads one from a YAML file")
     recipe, run = recipe.resolved(), RunFolder(out)
     device = pick_device(recipe.train.device)
     keep_freed_memory()
@@ -81,6 +85,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
             check_tokenizer(run, saved[-1], tokenizer)
         data = prepare(recipe.data, tokenizer)
         check_vocabulary(recipe, data.tokenizer)
+        for note in notes(recipe, data):
+            progress.say(note)
         trainer = Trainer(recipe, run, data, device, dtype)
         if saved:
             trainer.restore(saved[-1])
@@ -89,8 +95,27 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
         remove_abandoned(run.checkpoints)
         write_text(run.recipe_yaml, recipe.to_yaml())
         if tokenizer is None:
-            data.tokenizer.save(run.tokenizer)
+            with disk(run.tokenizer):
+                data.tokenizer.save(run.tokenizer)
         return trainer.run_to_end()
+
+
+def notes(recipe: Recipe, data: Data) -> list[str]:
+    """What the user should know before the first step."""
+    found = list(data.notes)
+    schedule, steps = recipe.train.schedule, recipe.train.steps
+    if schedule.warmup_steps >= steps:
+        found.append(
+            f"the warm-up of {schedule.warmup_steps} steps (train.schedule.warmup_steps) is not over after {steps} "
+            "steps: the learning rate never reaches its peak"
+        )
+    for name, stream in data.split("valid").items():
+        if stream.n_bytes < SMALL_VALID_BYTES:
+            found.append(
+                f"{name}: only {stream.n_bytes:,} bytes to validate on; figures on so little text say little "
+                "(data.splits.valid, or data.valid: a corpus of its own)"
+            )
+    return found
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -219,14 +244,16 @@ class Trainer:
         return total, norm
 
     def _not_finite(self, what: str, value: float, batch: Batch, plan: LoopPlan) -> str:
-        good = checkpoint.listed(self.run.checkpoints)
-        from_where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
         where = "; ".join(batch.where[:4]) + (f"; and {len(batch.where) - 4} more rows" if len(batch.where) > 4 else "")
         return (
             f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
-            f"Nothing was saved of that step; {from_where}. Lower the learning rate (train.optimizer.lr), clip harder "
-            "(train.clip), or train in float32 (train.dtype)"
+            f"Nothing was saved of that step. {self._last_good()}. Lower the learning rate (train.optimizer.lr), clip "
+            "harder (train.clip), or train in float32 (train.dtype)"
         )
+
+    def _last_good(self) -> str:
+        good = checkpoint.listed(self.run.checkpoints)
+        return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
 
     def _set_lr(self) -> float:
         factor = self.recipe.train.schedule.factor(self.train_step, self.recipe.train.steps)
@@ -251,8 +278,15 @@ class Trainer:
                 nats_L += scored.nats_LN.sum(1)
                 n_bytes += int(scored.bytes_N.sum())
                 n_scored += int((scored.bytes_N > 0).sum())
+            if not n_bytes:
+                raise UsageError(f"{name}: its first {config.tokens} tokens stand for no text; raise eval.tokens")
             for loops, nats in zip(config.loops, nats_L, strict=True):
                 bits = float(nats) / math.log(2) / n_bytes
+                if loops == self.recipe.model.n_loops:
+                    at_nominal[name] = bits
+                if not math.isfinite(bits):
+                    progress.say(f"{name}: the loss at {loops} loops is not finite at train step {self.train_step}")
+                    continue
                 trackers.log(
                     {
                         "type": "eval",
@@ -263,10 +297,14 @@ class Trainer:
                         "bits_per_byte": bits,
                     }
                 )
-                if loops == self.recipe.model.n_loops:
-                    at_nominal[name] = bits
         bits = sum(at_nominal.values()) / len(at_nominal)
-        if self.best is None or bits < self.best["bits_per_byte"]:
+        if not math.isfinite(bits):
+            if self.train_step == self.recipe.train.steps:
+                raise RunError(
+                    f"the model diverged: its validation loss is not finite after the last step, {self.train_step}. "
+                    f"{self._last_good()}. Lower the learning rate (train.optimizer.lr) or clip harder (train.clip)"
+                )
+        elif self.best is None or bits < self.best["bits_per_byte"]:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
             self._save()
 
@@ -295,7 +333,7 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint."""
-        self._check_corpora()
+        self.run.check_corpora(self.data)
         checkpoint.load_weights(path, self.model)
         state = checkpoint.load_train_state(path)
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
@@ -311,18 +349,6 @@ class Trainer:
         self.train_step, self.tokens, self.loss = state["train_step"], state["tokens"], state["loss"]
         self.executed_flops, self.wall_s = state["executed_flops"], state["wall_s"]
         self.saved_step = self.train_step
-
-    def _check_corpora(self) -> None:
-        """A run goes on with the text that it was begun with, or not at all."""
-        if not self.run.run_json.exists():
-            return
-        before = {s["name"]: s["content_hash"] for s in self.run.record()["data"]["sources"]}
-        for source in self.data.describe()["sources"]:
-            if before.get(source["name"]) != source["content_hash"]:
-                raise UsageError(
-                    f"the corpus {source['corpus']} has changed since {self.run.path} was begun: put the old text "
-                    "back, or begin a new run with another --out"
-                )
 
     def _compile(self) -> None:
         for stack in (self.model.prelude, self.model.core, self.model.coda):

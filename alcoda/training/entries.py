@@ -1,0 +1,71 @@
+"""Every entry of a recipe in words: what ``alcoda entries`` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from alcoda.config import Choice, Config
+from alcoda.errors import UsageError, did_you_mean
+from alcoda.training.recipe import Recipe
+
+
+class Entry(NamedTuple):
+    """One entry, or one choice on an axis.
+
+    Attributes:
+        name: dotted, as ``--set`` takes it; of what belongs to one choice, ``axis: kind.name``.
+        default: as YAML; empty for a choice.
+        meaning: from the docstrings.
+    """
+
+    name: str
+    default: str
+    meaning: str
+
+
+def describe_entries(below: str = "") -> list[Entry]:
+    """All entries, or those of one part (``train``, ``model.block``); an axis (``model.update``) with all its choices.
+
+    Raises:
+        UsageError: no entry of that name.
+    """
+    found = list(_entries(Recipe, "", below))
+    kept = [e for e in found if not below or e.name == below or e.name.startswith((f"{below}.", f"{below}: "))]
+    if not kept:
+        parts = {e.name[:i] for e in found for i in (*_dots(e.name), len(e.name)) if ": " not in e.name}
+        raise UsageError(f"no entry {below!r}{did_you_mean(below, parts)}")
+    return kept
+
+
+def _dots(name: str) -> list[int]:
+    return [i for i, letter in enumerate(name) if letter == "."]
+
+
+def _entries(config: type[Config], prefix: str, below: str) -> Iterator[Entry]:
+    for name, field in config.model_fields.items():
+        if name == "kind":
+            continue
+        path, default = f"{prefix}{name}", field.get_default(call_default_factory=True)
+        if isinstance(default, Choice):
+            one_of = f"One of: {', '.join(sorted(default.choices))}."
+            yield Entry(path, default.kind, f"{_meaning(field)} {one_of}".strip())
+            if below == path:
+                yield from _choices(default, path, below)
+        elif isinstance(default, Config):
+            yield from _entries(type(default), f"{path}.", below)
+        else:
+            yield Entry(path, "(needed)" if field.is_required() else json.dumps(default), _meaning(field))
+
+
+def _choices(default: Choice, path: str, below: str) -> Iterator[Entry]:
+    for kind, choice in sorted(default.choices.items()):
+        yield Entry(f"{path}: {kind}", "", " ".join((choice.__doc__ or "").split()))
+        yield from _entries(choice, f"{path}: {kind}.", below)
+
+
+def _meaning(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
