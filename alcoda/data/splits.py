@@ -74,8 +74,7 @@ class Stream:
         """Of the documents that are whole here, a hash of the tokens of each (uint64)."""
         offsets = self._store.offsets
         in_store_M = np.searchsorted(offsets, self._starts_M, side="right") - 1
-        n_tokens_M = np.diff(self._ends_M, prepend=0)
-        whole_M = (offsets[in_store_M] == self._starts_M) & (np.diff(offsets)[in_store_M] == n_tokens_M)
+        whole_M = np.diff(offsets)[in_store_M] == np.diff(self._ends_M, prepend=0)
         return self._store.doc_hashes[in_store_M[whole_M]]
 
     def documents(self) -> Iterator[np.ndarray]:

@@ -127,7 +127,8 @@ def evaluate(
     with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", n_tokens) as advance:
         for name, stream in streams.items():
             sums[name] = _sum(run, stream, depths, by_documents, batch_size, max_tokens, advance)
-    return _result(run, data, depths, sums, by_documents, seed)
+    told = [note for stream in streams.values() for note in stream.notes]
+    return _result(run, data, depths, sums, by_documents, seed, told)
 
 
 def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
@@ -181,7 +182,13 @@ def _sum(
 
 
 def _result(
-    run: LoadedRun, data: str, depths: list[int], sums: dict[str, _Sums], by_documents: bool, seed: int
+    run: LoadedRun,
+    data: str,
+    depths: list[int],
+    sums: dict[str, _Sums],
+    by_documents: bool,
+    seed: int,
+    notes: list[str],
 ) -> EvalResult:
     nats_LU = np.concatenate([s.nats_LU for s in sums.values()], 1)
     bytes_U = np.concatenate([s.bytes_U for s in sums.values()])
@@ -200,7 +207,6 @@ def _result(
             )
     intervals = [_interval(ratio_interval, nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
     gains = [_interval(paired_gain, nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
-    notes = []
     if not by_documents:
         n_documents = min(s.n_documents for s in sums.values())
         few = (

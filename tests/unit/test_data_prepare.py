@@ -195,7 +195,7 @@ def test_validation_documents_that_are_trained_on_too_are_counted(books, tmp_pat
 
 
 def test_a_document_that_is_cut_in_two_is_not_counted(tmp_path):
-    (tmp_path / "few.txt").write_text("<|endoftext|>\n".join(["x" * 99 + "\n"] * 2 + ["y" * 99]))
+    (tmp_path / "few.txt").write_text("<|endoftext|>\n".join(["x" * 99 + "\n"] * 3))
     (note,) = prepare(config_of(tmp_path / "few.txt")).notes
     assert "consecutive parts" in note
 
