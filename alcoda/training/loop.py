@@ -203,13 +203,12 @@ class Trainer:
                     since = self._window()
                 validates = self.train_step % self.recipe.eval.every == 0 or last
                 saves = self.train_step % config.checkpoint_every == 0 or last
-                if validates:
-                    self._validate(trackers)
-                if saves:
-                    self._save()
-                if validates or saves:  # neither is training speed
+                better = validates and self._validate(trackers)
+                if validates or saves:
                     self.wall_s = time.perf_counter() - began
-                    since = self._window()
+                    if saves or better:
+                        self._save()
+                    since = self._window()  # validation is not training speed
         return "finished"
 
     def _window(self) -> _Window:
@@ -262,7 +261,8 @@ class Trainer:
                 group["lr"] = peak * factor
         return self.peak_lrs[0][0] * factor
 
-    def _validate(self, trackers: Trackers) -> None:
+    def _validate(self, trackers: Trackers) -> bool:
+        """Score the beginning of the validation text; whether the model is the best so far at n_loops."""
         config, at_nominal = self.recipe.eval, {}
         for name, stream in self.data.split("valid").items():
             nats_L, n_bytes, n_scored = np.zeros(len(config.loops)), 0, 0
@@ -306,7 +306,8 @@ class Trainer:
                 )
         elif self.best is None or bits < self.best["bits_per_byte"]:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
-            self._save()
+            return True
+        return False
 
     def _save(self) -> None:
         if self.saved_step == self.train_step:
