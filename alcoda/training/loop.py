@@ -31,6 +31,7 @@ from alcoda.training.run import RunFolder, provenance
 from alcoda.training.score import score
 from alcoda.training.stop import stop_on_signal
 from alcoda.training.track import Trackers, check_trackers
+from alcoda.training.window import Window
 
 SMALL_VALID_BYTES = 20_000
 
@@ -211,12 +212,12 @@ class Trainer:
                     since = self._window()  # validation is not training speed
         return "finished"
 
-    def _window(self) -> _Window:
+    def _window(self) -> Window:
         """What happened since the last logged step. Depths are known of every step, also of an earlier session."""
         every = self.recipe.train.log_every
         logged = max(self.train_step - self.train_step % every, min(self.train_step, 1))
         plans = (self.recipe.depth.draw(self.recipe.train.seed, n) for n in range(logged, self.train_step))
-        return _Window(self.wall_s, self.tokens, [plan.n_loops for plan in plans])
+        return Window(self.wall_s, self.tokens, [plan.n_loops for plan in plans])
 
     def _step(self, batch: Batch, plan: LoopPlan) -> tuple[float, float]:
         """One optimizer step; the loss in nats a token, and the norm of the gradients before clipping."""
@@ -391,35 +392,4 @@ class Trainer:
             "best": self.best,
             "executed_flops": self.executed_flops,
             "wall_s": self.wall_s,
-        }
-
-
-class _Window:
-    """What happened since the last logged step."""
-
-    def __init__(self, wall_s: float, tokens: int, loops: list[int]) -> None:
-        self.wall_s, self.tokens, self.loops = wall_s, tokens, loops
-
-    def add(self, n_loops: int) -> None:
-        self.loops.append(n_loops)
-
-    def mean_loops(self) -> float:
-        return sum(self.loops) / len(self.loops) if self.loops else 0.0
-
-    def tokens_per_s(self, trainer: Trainer) -> float:
-        return (trainer.tokens - self.tokens) / max(trainer.wall_s - self.wall_s, 1e-9)
-
-    def record(self, trainer: Trainer, loss: float, grad_norm: float, lr: float, plan: LoopPlan) -> dict[str, Any]:
-        return {
-            "type": "train",
-            "train_step": trainer.train_step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "loops": plan.n_loops,
-            "mean_loops": self.mean_loops(),
-            "tokens": trainer.tokens,
-            "tokens_per_s": self.tokens_per_s(trainer),
-            "executed_flops": trainer.executed_flops,
-            "elapsed_s": trainer.wall_s,
         }
