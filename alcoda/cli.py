@@ -26,7 +26,11 @@ app = typer.Typer(
 Run = Annotated[Path, typer.Argument(help="A run folder (what alcoda train --out wrote).", metavar="RUN")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change an entry of the recipe: train.steps=500. Repeatable.", metavar="A.B=C"),
+    typer.Option(
+        "--set",
+        help="Change an entry of the recipe: train.steps=500 (alcoda entries lists them). Repeatable.",
+        metavar="A.B=C",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
