@@ -219,11 +219,16 @@ def quickstart(
 @app.command()
 def entries(
     below: Annotated[str, typer.Argument(help="Only these: model, train.optimizer, ...", metavar="[NAME]")] = "",
+    as_json: Json = False,
 ) -> None:
     """Every entry of a recipe, with its default and meaning; for an axis, its choices and their entries."""
     from alcoda.training.entries import describe_entries
 
-    for entry in describe_entries(below):
+    found = describe_entries(below)
+    if as_json:
+        _print_json([entry._asdict() for entry in found])
+        return
+    for entry in found:
         print(f"{entry.name} = {entry.default}" if entry.default else entry.name)
         if entry.meaning:
             print(f"    {entry.meaning}")

@@ -5,7 +5,7 @@ for batch, state in data.batches(batch_size=8, seq_len=256, seed=0): ...
 """
 
 from alcoda.data import binary, tables  # noqa: F401  (registers their corpus forms)
-from alcoda.data.batches import NOT_SCORED, Batch, Batches, BatchState, in_order
+from alcoda.data.batches import NOT_SCORED, Batch, Batches, BatchState
 from alcoda.data.cache import TokenStore, cache_root, tokenise
 from alcoda.data.config import DataConfig, Source, Splits
 from alcoda.data.corpora import Corpus, corpus, form
@@ -32,7 +32,6 @@ __all__ = [
     "cache_root",
     "corpus",
     "form",
-    "in_order",
     "open_corpus",
     "prepare",
     "split",

@@ -246,16 +246,3 @@ def stack(rows: Sequence[tuple[np.ndarray, str]], seq_len: int) -> Batch:
         inputs_BT[i, : len(tokens) - 1] = tokens[:-1]
         targets_BT[i, : len(tokens) - 1] = tokens[1:]
     return Batch(inputs_BT, targets_BT, tuple(where for _, where in rows))
-
-
-def in_order(name: str, stream: Stream, batch_size: int, seq_len: int) -> Iterator[Batch]:
-    """``stream`` once from beginning to end, for evaluation: each target once. The last batch may have fewer rows."""
-    if stream.n_tokens < 2:
-        raise UsageError(f"{name} has {stream.n_tokens} tokens, and a target needs one before it; use a longer corpus")
-    starts = range(0, stream.n_tokens - 1, seq_len)
-    for first in range(0, len(starts), batch_size):
-        rows = (
-            window(name, stream, at, min(at + seq_len, stream.n_tokens - 1))
-            for at in starts[first : first + batch_size]
-        )
-        yield stack(list(rows), seq_len)

@@ -71,22 +71,6 @@ def paired_gain(
     return ratio_interval(nats_a_N - nats_b_N, bytes_N, level, n_resamples, seed)
 
 
-def blocks(nats_T: np.ndarray, bytes_T: np.ndarray, n_blocks: int = N_BLOCKS) -> tuple[np.ndarray, np.ndarray]:
-    """The sums (nats_N, bytes_N) of ``n_blocks`` contiguous blocks of a token sequence, for use as units.
-
-    For data of under `MIN_DOCUMENTS` documents. Blocks are equal in tokens to within one, and long enough (it is hoped:
-    neighbours still depend on each other) to stand for documents. Raises `UsageError` for fewer tokens than blocks.
-    """
-    nats_T, bytes_T = _numbers(nats_T, "nats"), _numbers(bytes_T, "bytes")
-    n = len(nats_T)
-    if len(bytes_T) != n:
-        raise UsageError(f"nats and bytes need one number a token each, not {n} and {len(bytes_T)}")
-    if not 1 <= n_blocks <= n:
-        raise UsageError(f"n_blocks is {n_blocks}, but {n} tokens can be cut into 1 to {n} blocks; use more tokens")
-    starts = np.arange(n_blocks) * n // n_blocks
-    return np.add.reduceat(nats_T, starts), np.add.reduceat(bytes_T, starts)
-
-
 def _numbers(values_N: np.ndarray, name: str) -> np.ndarray:
     values_N = np.asarray(values_N, dtype=np.float64)
     if values_N.ndim != 1:
@@ -101,9 +85,7 @@ def _checked(nats_N: np.ndarray, bytes_N: np.ndarray, level: float, n_resamples:
     if len(nats_N) != len(bytes_N):
         raise UsageError(f"nats and bytes need one number a unit each, not {len(nats_N)} and {len(bytes_N)}")
     if len(nats_N) < 2:
-        raise UsageError(
-            f"an interval needs at least 2 units to resample, not {len(nats_N)}; cut the tokens with blocks()"
-        )
+        raise UsageError(f"an interval needs at least 2 units to resample, not {len(nats_N)}; score more text")
     if (bytes_N < 0).any() or bytes_N.sum() <= 0:
         raise UsageError("bytes of a unit have to be 0 or more, and more than 0 in all")
     if not 0 < level < 1:

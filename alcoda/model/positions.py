@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from alcoda.model.shape import Cost, Shape
 
 class Position(Choice, axis="position"):
     """How the model knows the order of its tokens."""
+
+    bounded: ClassVar[bool] = False
+    """Whether no position beyond ``seq_len`` exists."""
 
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
@@ -38,6 +41,7 @@ class Learned(Position):
     """A learned vector per position, added to the embedding (GPT-2). No position beyond ``seq_len`` exists."""
 
     kind: Literal["learned"] = "learned"
+    bounded: ClassVar[bool] = True
 
     def build(self, shape: Shape) -> PositionModule:
         return LearnedModule(shape)
@@ -115,7 +119,7 @@ def rotate(x_BHTK: Tensor, rotation: Rotation | None) -> Tensor:
 
 def check_context(n_positions: int, seq_len: int, position: Position) -> None:
     """Refuse more positions than a learned table holds."""
-    if isinstance(position, Learned) and n_positions > seq_len:
+    if position.bounded and n_positions > seq_len:
         raise UsageError(
             f"{n_positions} tokens do not fit a context of seq_len={seq_len} with learned positions: shorten the text, "
             "or train with a longer seq_len"

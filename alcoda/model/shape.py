@@ -36,8 +36,3 @@ class Cost(NamedTuple):
 def linear(d_in: int, d_out: int, bias: bool) -> Cost:
     """Cost of ``y = W x (+ b)`` a token."""
     return Cost(params=d_in * d_out + (d_out if bias else 0), flops=2 * d_in * d_out)
-
-
-def total(costs: dict[str, Cost]) -> Cost:
-    """The sum of named costs."""
-    return Cost(*(sum(column) for column in zip(*costs.values(), strict=True))) if costs else Cost()

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alcoda.config import Choice
+from alcoda.data.batches import NOT_SCORED
 from alcoda.depth.sample import LoopPlan
 from alcoda.model.lm import RecurrentLM
 
 LOSS_ROWS = 1024
 """Tokens whose logits are made at one time."""
-IGNORED = -100
-"""Targets that are not scored (torch's own convention)."""
 
 
 class Objective(Choice, axis="objective"):
@@ -40,7 +39,7 @@ class NextToken(Objective):
         # In parts: logits of a whole batch are the largest tensor of a step by far, and fall out of every cache.
         parts = zip(y_BTD.flatten(0, 1).split(LOSS_ROWS), targets_BT.flatten().split(LOSS_ROWS), strict=True)
         losses = [
-            F.linear_cross_entropy(y_ND, model.head_weight_VD, target_N, reduction="sum", ignore_index=IGNORED)
+            F.linear_cross_entropy(y_ND, model.head_weight_VD, target_N, reduction="sum", ignore_index=NOT_SCORED)
             for y_ND, target_N in parts
         ]
         return torch.stack(losses).sum()

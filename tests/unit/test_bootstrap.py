@@ -9,7 +9,7 @@ import pytest
 
 from alcoda.errors import UsageError
 from alcoda.measure import bootstrap
-from alcoda.measure.bootstrap import Interval, blocks, paired_gain, ratio_interval
+from alcoda.measure.bootstrap import Interval, paired_gain, ratio_interval
 
 
 def documents(rng: np.random.Generator, n: int, tokens: int = 20) -> tuple[np.ndarray, np.ndarray]:
@@ -101,20 +101,6 @@ def test_seed_decides_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch) -> None
 def test_empty_units_are_allowed() -> None:
     interval = ratio_interval(np.array([0.0, 0.0, 0.0, 4.0]), np.array([0.0, 0.0, 0.0, 2.0]))
     assert interval == pytest.approx((2 / math.log(2),) * 3)
-
-
-def test_blocks_are_contiguous_and_lose_nothing() -> None:
-    nats_N, bytes_N = blocks(np.arange(10.0), np.ones(10), n_blocks=4)
-    assert list(nats_N) == [0 + 1, 2 + 3 + 4, 5 + 6, 7 + 8 + 9]
-    assert list(bytes_N) == [2, 3, 2, 3]
-    nats_N, bytes_N = blocks(np.ones(1234), np.full(1234, 3))
-    assert len(nats_N) == 50
-    assert (nats_N.sum(), bytes_N.sum()) == (1234, 3702)
-    assert set(nats_N) == {24, 25}
-    with pytest.raises(UsageError, match="10 tokens can be cut into 1 to 10 blocks"):
-        blocks(np.ones(10), np.ones(10))
-    with pytest.raises(UsageError, match="not 10 and 9"):
-        blocks(np.ones(10), np.ones(9), n_blocks=2)
 
 
 @pytest.mark.parametrize(

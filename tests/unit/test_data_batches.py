@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alcoda.data.batches import NOT_SCORED, Batches, in_order
+from alcoda.data.batches import NOT_SCORED, Batches
 from alcoda.data.cache import TokenStore
 from alcoda.data.splits import whole
 from alcoda.errors import UsageError
@@ -211,7 +211,6 @@ def test_errors():
     assert "need a source" in message_of(lambda: Batches([], 1, 4, 0))
     none = whole(store_of([0]))
     assert "b has 1 tokens" in message_of(lambda: Batches([mixed[0], ("b", 1.0, none)], 1, 4, 0))
-    assert "b has 1 tokens" in message_of(lambda: list(in_order("b", none, 1, 4)))
 
 
 def test_a_state_of_other_data_is_refused():
@@ -227,18 +226,3 @@ def test_a_state_of_other_data_is_refused():
         assert says in message_of(other)
     state["sources"][0]["unit"] = 99
     assert "damaged: unit 99 of 10" in message_of(lambda: Batches(mixed, 2, 4, 0, state=state))
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
-    batch_size=st.integers(1, 4),
-    seq_len=st.integers(1, 9),
-)
-def test_in_order_scores_every_target_once(lengths, batch_size, seq_len):
-    stream = whole(store_of(lengths))
-    batches = list(in_order("a", stream, batch_size, seq_len))
-    targets = np.concatenate([batch.targets_BT.ravel() for batch in batches])
-    assert targets[targets != NOT_SCORED].tolist() == stream.read(1, stream.n_tokens).tolist()
-    assert all(len(batch.inputs_BT) == batch_size for batch in batches[:-1])
-    assert all(batch.inputs_BT.shape[1] == seq_len for batch in batches)
