@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, PositiveInt
 from alcoda.model.keys import Context, View
-from alcoda.model.positions import rotate
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.positions import Rotation, rotate
+from alcoda.model.shape import Cost, Place, Shape, linear, total
 
 
 class Attention(Choice, axis="attention"):
@@ -24,18 +24,24 @@ class Attention(Choice, axis="attention"):
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
 
-    def build(self, shape: Shape) -> AttentionModule:
-        return AttentionModule(shape, self.kv_heads(shape.n_heads))
+    def build_keys(self, shape: Shape) -> KeyProjection:
+        """What makes keys and values of what a token is: in each layer, or once of the prelude's output."""
+        return KeyProjection(shape, self.kv_heads(shape.n_heads))
 
-    def cost(self, shape: Shape) -> dict[str, Cost]:
+    def build(self, shape: Shape, place: Place) -> AttentionModule:
+        return AttentionModule(shape, self.build_keys(shape) if place.own_keys else None)
+
+    def key_cost(self, shape: Shape) -> Cost:
+        """Of `build_keys`."""
+        d_kv = self.kv_heads(shape.n_heads) * shape.d_head
+        return linear(shape.d_model, d_kv, shape.bias).times(2)._replace(kv=2 * d_kv, latent=2 * d_kv)
+
+    def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
         """By term: projections, and scores (queries times keys, weights times values, over ``seq_len`` keys)."""
-        d_q, d_kv = shape.n_heads * shape.d_head, self.kv_heads(shape.n_heads) * shape.d_head
-        q, kv = linear(shape.d_model, d_q, shape.bias), linear(shape.d_model, d_kv, shape.bias)
-        out = linear(d_q, shape.d_model, shape.bias)
-        return {
-            "projections": Cost(q.params + 2 * kv.params + out.params, q.flops + 2 * kv.flops + out.flops, 2 * d_kv),
-            "scores": Cost(flops=4 * shape.seq_len * d_q),
-        }
+        d_q = shape.n_heads * shape.d_head
+        maps = [linear(shape.d_model, d_q, shape.bias), linear(d_q, shape.d_model, shape.bias)]
+        keys = self.key_cost(shape) if place.own_keys else Cost()
+        return {"projections": total(*maps, keys), "scores": Cost(flops=4 * shape.seq_len * d_q)}
 
 
 class MultiHead(Attention):
@@ -61,26 +67,50 @@ class GroupedQuery(Attention):
             )
 
 
-class AttentionModule(nn.Module):
-    """``out(softmax(q k^T / sqrt(K)) v)`` over the visible keys."""
+def split_heads(x_BTE: Tensor, d_head: int) -> Tensor:
+    """``[B, T, H K]`` as ``[B, H, T, K]``."""
+    return x_BTE.unflatten(-1, (-1, d_head)).transpose(1, 2)
+
+
+class KeyProjection(nn.Module):
+    """``k = W_k x, v = W_v x``."""
 
     def __init__(self, shape: Shape, n_kv_heads: int) -> None:
         super().__init__()
         self.d_head = shape.d_head
-        d_q, d_kv = shape.n_heads * shape.d_head, n_kv_heads * shape.d_head
-        self.q = nn.Linear(shape.d_model, d_q, bias=shape.bias)
+        d_kv = n_kv_heads * shape.d_head
         self.k = nn.Linear(shape.d_model, d_kv, bias=shape.bias)
         self.v = nn.Linear(shape.d_model, d_kv, bias=shape.bias)
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """``k_BGTK`` (turned by its position) and ``v_BGTK`` of tokens ``ids_BT``."""
+        return rotate(split_heads(self.k(x_BTD), self.d_head), rotation), split_heads(self.v(x_BTD), self.d_head)
+
+
+class AttentionModule(nn.Module):
+    """``out(softmax(q k^T / sqrt(K)) v)`` over the visible keys.
+
+    Args:
+        keys: projects the layer's own keys; None: it reads the context's frozen ones.
+    """
+
+    def __init__(self, shape: Shape, keys: KeyProjection | None) -> None:
+        super().__init__()
+        self.d_head = shape.d_head
+        d_q = shape.n_heads * shape.d_head
+        self.q = nn.Linear(shape.d_model, d_q, bias=shape.bias)
+        self.keys = keys
         self.out = nn.Linear(d_q, shape.d_model, bias=shape.bias)
 
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-
     def forward(self, x_BTD: Tensor, context: Context, stage: str, layer: int) -> Tensor:
-        q_BHTK = rotate(self._heads(self.q(x_BTD)), context.rotation)
-        k_BGTK = rotate(self._heads(self.k(x_BTD)), context.rotation)
-        k_BGSK, v_BGSK = context.keys(stage, layer, k_BGTK, self._heads(self.v(x_BTD)))
-        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.view)
+        q_BHTK = rotate(split_heads(self.q(x_BTD), self.d_head), context.rotation)
+        if self.keys is None:
+            assert context.frozen is not None
+            k_BGSK, v_BGSK = context.frozen[layer]
+        else:
+            k_BGTK, v_BGTK = self.keys(x_BTD, context.rotation, context.ids_BT)
+            k_BGSK, v_BGSK = context.keys(stage, layer, k_BGTK, v_BGTK)
+        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.views[None])
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from alcoda.model.attention import Attention, MultiHead
 from alcoda.model.keys import Context
 from alcoda.model.mlp import Mlp, SwiGlu
 from alcoda.model.norms import Norm, RMSNorm
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Place, Shape
 
 
 class BlockConfig(Config):
@@ -26,11 +27,11 @@ class BlockConfig(Config):
     bias: Bool = False
     """Biases in the linear maps of the blocks and in LayerNorm."""
 
-    def cost(self, shape: Shape) -> dict[str, Cost]:
+    def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
         """One block, by term."""
         n_norms = 4 if self.sandwich == "after_add" else 2
         return {
-            **{f"attention.{name}": cost for name, cost in self.attention.cost(shape).items()},
+            **{f"attention.{name}": cost for name, cost in self.attention.cost(shape, place).items()},
             "mlp": self.mlp.cost(shape),
             "norms": Cost(params=n_norms * self.norm.cost(shape).params),
         }
@@ -39,11 +40,11 @@ class BlockConfig(Config):
 class Block(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: BlockConfig, shape: Shape) -> None:
+    def __init__(self, config: BlockConfig, shape: Shape, place: Place) -> None:
         super().__init__()
         sandwich = config.sandwich == "after_add"
         self.attention_norm = config.norm.build(shape)
-        self.attention = config.attention.build(shape)
+        self.attention = config.attention.build(shape, place)
         self.attention_post = config.norm.build(shape) if sandwich else nn.Identity()
         self.mlp_norm = config.norm.build(shape)
         self.mlp = config.mlp.build(shape)
@@ -57,10 +58,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks in a row. ``stage`` names their slots in the key store."""
 
-    def __init__(self, stage: str, n_layers: int, config: BlockConfig, shape: Shape) -> None:
+    def __init__(self, stage: str, places: Sequence[Place], config: BlockConfig, shape: Shape) -> None:
         super().__init__()
         self.stage = stage
-        self.layers = nn.ModuleList(Block(config, shape) for _ in range(n_layers))
+        self.layers = nn.ModuleList(Block(config, shape, place) for place in places)
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         for layer, block in enumerate(self.layers):

@@ -16,7 +16,7 @@ from alcoda.model.recurrence.keys import CoreKeys, PerLoop
 from alcoda.model.recurrence.loop_norm import LoopNorm, NoLoopNorm
 from alcoda.model.recurrence.state_init import FromAnchor, StateInit
 from alcoda.model.recurrence.update import Overwrite, Update
-from alcoda.model.shape import Shape
+from alcoda.model.shape import Place, Shape
 
 
 class ModelConfig(Config):
@@ -58,6 +58,13 @@ class ModelConfig(Config):
         d_head = self.d_head or self.d_model // self.n_heads
         d_ff = self.d_ff or self.block.mlp.d_ff(self.d_model)
         return Shape(self.d_model, self.n_heads, d_head, d_ff, self.seq_len, self.vocab_size, self.block.bias)
+
+    def places(self, stage: str) -> list[Place]:
+        """Where each block of ``prelude``, ``core`` or ``coda`` stands."""
+        n_layers = {"prelude": self.n_prelude, "core": self.n_core, "coda": self.n_coda}
+        first = {"prelude": 0, "core": self.n_prelude, "coda": self.n_prelude + self.n_core}[stage]
+        own_keys = stage != "core" or self.keys.own_keys
+        return [Place(first + i, sum(n_layers.values()), own_keys) for i in range(n_layers[stage])]
 
     @property
     def is_recurrent(self) -> bool:

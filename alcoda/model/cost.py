@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from alcoda.model.config import ModelConfig
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Shape, total
 
 KV_ITEM_BYTES = 2
 
@@ -140,10 +140,11 @@ def _parts(model: ModelConfig, shape: Shape) -> list[tuple[str, Cost, int]]:
     norm = model.block.norm
     d, v = shape.d_model, shape.vocab_size
     parts: list[tuple[str, Cost, int]] = [("embed", Cost(params=v * d), 1), ("position", model.position.cost(shape), 1)]
-    for stage, n_layers in (("prelude", model.n_prelude), ("core", model.n_core), ("coda", model.n_coda)):
+    for stage in ("prelude", "core", "coda"):
         if stage == "core":
             parts.append(("inject", model.inject.cost(shape), 1))
-        parts += [(f"{stage}.{name}", cost, n_layers) for name, cost in model.block.cost(shape).items()]
+        blocks = [model.block.cost(shape, place) for place in model.places(stage)]
+        parts += [(f"{stage}.{name}", total(*(block[name] for block in blocks)), 1) for name in (blocks or [{}])[0]]
         if stage == "core":
             parts.append(("update", model.update.cost(shape), 1))
             parts.append(("loop_norm", model.loop_norm.cost(norm, shape), 1))

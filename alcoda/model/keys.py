@@ -17,10 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alcoda.model.positions import Rotation
+from alcoda.model.positions import PositionModule, Rotation
 
 Slot = tuple[str, int, int]
 """(stage, layer, loop)"""
+
+Keys = tuple[Tensor, Tensor]
+"""``k_BGSK, v_BGSK``"""
 
 
 class View(NamedTuple):
@@ -28,28 +31,41 @@ class View(NamedTuple):
 
     Attributes:
         pos: positions of the queries, [T] where all rows agree, else [B, T].
+        key_pos: positions of the keys, [S] or [B, S].
+        key_live: False for keys that no query sees, [B, S]; None: all are live.
         mask: bool, True where visible, broadcastable to [B, H, T, S]; None where ``is_causal`` says it all, or where
             every key is visible.
         is_causal: keys are exactly the queries' own, in order: the attention kernel's own causal path serves.
     """
 
     pos: Tensor
+    key_pos: Tensor
+    key_live: Tensor | None
     mask: Tensor | None
     is_causal: bool
 
+    @classmethod
+    def causal(cls, pos: Tensor) -> View:
+        """Queries in order of position, and their own keys."""
+        return cls(pos, pos, None, None, True)
 
-def view_alone(n_tokens: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device) -> View:
-    """The view of a pass that keeps no keys (training, scoring): queries see keys of this pass only."""
-    if pos_BT is None and live_BT is None:
-        return View(torch.arange(n_tokens, device=device), None, True)
-    if pos_BT is None:
-        pos_BT = torch.arange(n_tokens, device=device).expand_as(live_BT)
-    return View(pos_BT, _visible(pos_BT, pos_BT, live_BT), False)
+    @classmethod
+    def tagged(cls, pos_BT: Tensor, key_pos_BS: Tensor, key_live_BS: Tensor | None) -> View:
+        """The general case: a key is visible if it is live and not after the query."""
+        mask_BTS = key_pos_BS[:, None, :] <= pos_BT[:, :, None]
+        if key_live_BS is not None:
+            mask_BTS = mask_BTS & key_live_BS[:, None, :]
+        return cls(pos_BT, key_pos_BS, key_live_BS, mask_BTS[:, None], False)
 
-
-def _visible(pos_BT: Tensor, pos_BS: Tensor, live_BS: Tensor | None) -> Tensor:
-    mask_BTS = pos_BS[:, None, :] <= pos_BT[:, :, None]
-    return (mask_BTS if live_BS is None else mask_BTS & live_BS[:, None, :])[:, None]
+    def within(self, window: int) -> View:
+        """The same view, but of the last ``window`` positions only, the query's own included."""
+        if self.key_pos.size(-1) <= window:
+            return self
+        near = self.key_pos[..., None, :] > self.pos[..., :, None] - window
+        if self.is_causal:
+            near = near & (self.key_pos[..., None, :] <= self.pos[..., :, None])
+        near = near if near.dim() == 2 else near[:, None]
+        return self._replace(mask=near if self.mask is None else near & self.mask, is_causal=False)
 
 
 class KeyStore:
@@ -63,12 +79,14 @@ class KeyStore:
         self.capacity_tokens = capacity_tokens
         self.n_tokens = 0
         self.n_loops: int | None = None
-        self.slots: dict[Slot, tuple[Tensor, Tensor]] = {}
+        self.slots: dict[Slot, Keys] = {}
         self._written: dict[Slot, int] = {}
         self._start = 0
         # None while the keys are exactly positions 0 .. n_tokens-1 of every row: the case that must cost nothing.
         self._pos_BS: Tensor | None = None
         self._live_BS: Tensor | None = None
+        # By loop, where a router lets some tokens out: whether the token ran it, and so has a key there.
+        self._ran_BS: dict[int, Tensor] = {}
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -94,10 +112,9 @@ class KeyStore:
         if pos_BT is None and live_BT is None and self._pos_BS is None:
             pos_T = torch.arange(start, self.n_tokens, device=device)
             if start == 0:
-                return View(pos_T, None, True)
-            if n_tokens == 1:
-                return View(pos_T, None, False)
-            return View(pos_T, torch.arange(self.n_tokens, device=device) <= pos_T[:, None], False)
+                return View.causal(pos_T)
+            key_pos_S = torch.arange(self.n_tokens, device=device)
+            return View(pos_T, key_pos_S, None, None if n_tokens == 1 else key_pos_S <= pos_T[:, None], False)
         return self._open_tagged(start, n_tokens, pos_BT, live_BT, device)
 
     def _open_tagged(
@@ -120,18 +137,26 @@ class KeyStore:
         same_BST = (self._pos_BS[:, :, None] == pos_BT[:, None, :]) & live_BT[:, None, :]
         self._pos_BS = torch.cat([self._pos_BS, pos_BT], 1)
         self._live_BS = torch.cat([self._live_BS & ~same_BST.any(-1), live_BT], 1)
-        return View(pos_BT, _visible(pos_BT, self._pos_BS, self._live_BS), False)
+        return View.tagged(pos_BT, self._pos_BS, self._live_BS)
 
-    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
+        """Note which tokens of this pass run ``loop``; True for every stored token that has a key there, [B, S]."""
+        before_BS = self._ran_BS.get(loop, ran_BT[:, :0])
+        self._ran_BS[loop] = ran_BS = torch.cat([before_BS, ran_BT], 1)
+        return ran_BS if self._live_BS is None else ran_BS & self._live_BS
+
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """Store this pass's keys and values in ``slot``; returns all that it holds, ``k_BGSK, v_BGSK``."""
         written = self._written.get(slot, 0)
-        assert written == self._start, f"slot {slot} holds keys of {written} of {self._start} earlier tokens"
+        routed = slot[0] == CORE and slot[2] in self._ran_BS
+        assert routed or written == self._start, f"slot {slot} holds keys of {written} of {self._start} earlier tokens"
         old = self.slots.get(slot)
         if old is None or old[0].size(2) < self.n_tokens:
             capacity = max(self.capacity_tokens, self.n_tokens)
             if old is not None:
                 capacity = max(capacity, 2 * old[0].size(2))
-            new = tuple(t.new_empty(t.size(0), t.size(1), capacity, t.size(3)) for t in (k_BGTK, v_BGTK))
+            # Zeros, not what the memory held: a token that did not run leaves a gap, and 0 times a NaN is a NaN.
+            new = tuple(t.new_zeros(t.size(0), t.size(1), capacity, t.size(3)) for t in (k_BGTK, v_BGTK))
             if old is not None:
                 for buffer, kept in zip(new, old, strict=True):
                     buffer[:, :, :written] = kept[:, :, :written]
@@ -146,19 +171,86 @@ class KeyStore:
         return sum(2 * k[:, :, : self._written[slot]].numel() * k.element_size() for slot, (k, _) in self.slots.items())
 
 
+CORE = "core"
+
+
 @dataclass(frozen=True)
 class Context:
-    """What one pass knows besides activations: positions, visibility, and where its keys go."""
+    """What one pass knows besides activations: the tokens, their positions, visibility, and where keys go.
 
-    view: View
+    Attributes:
+        ids_BT: token ids of the rows that run.
+        views: by window, in tokens; None is the view without one.
+        rotation: of the queries and keys of the pass.
+        store: where keys are kept; None keeps nothing.
+        loop: the slot of the core's keys.
+        frozen: keys and values that the core's layers read in place of their own, by layer.
+        index_BK: of a pass over some tokens only (a router let the others out): which of the T they are.
+        n_tokens: T.
+    """
+
+    ids_BT: Tensor
+    views: dict[int | None, View]
     rotation: Rotation | None
     store: KeyStore | None = None
     loop: int = 0
+    frozen: tuple[Keys, ...] | None = None
+    index_BK: Tensor | None = None
+    n_tokens: int = 0
+
+    @property
+    def pos(self) -> Tensor:
+        """Positions of the tokens that run, [T] or [B, T]."""
+        return self.views[None].pos
 
     def at_loop(self, loop: int) -> Context:
         """The context of another loop's slots. Without a store all loops share one, so a compiled pass is one graph."""
         return self if self.store is None else replace(self, loop=loop)
 
-    def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """All keys and values that this pass's queries read in this layer: ``k_BGSK, v_BGSK``."""
-        return (k_BGTK, v_BGTK) if self.store is None else self.store.write((stage, layer, self.loop), k_BGTK, v_BGTK)
+        if self.store is None:
+            return k_BGTK, v_BGTK
+        if self.index_BK is not None:
+            k_BGTK, v_BGTK = self._spread(k_BGTK), self._spread(v_BGTK)
+        return self.store.write((stage, layer, self.loop), k_BGTK, v_BGTK)
+
+    def _spread(self, x_BGKK: Tensor) -> Tensor:
+        assert self.index_BK is not None
+        whole = x_BGKK.new_zeros(x_BGKK.size(0), x_BGKK.size(1), self.n_tokens, x_BGKK.size(3))
+        return whole.scatter(2, self.index_BK[:, None, :, None].expand_as(x_BGKK), x_BGKK)
+
+
+def open_context(
+    ids_BT: Tensor,
+    n_loops: int,
+    position: PositionModule,
+    windows: tuple[int, ...],
+    pos_BT: Tensor | None,
+    live_BT: Tensor | None,
+    store: KeyStore | None,
+    dtype: torch.dtype,
+) -> Context:
+    """The context of one pass over ``ids_BT``; arguments as `RecurrentLM.forward`.
+
+    Args:
+        position: what rotates queries and keys, and how many positions it holds.
+        windows: the windows that some layer looks through.
+        dtype: of activations outside autocast.
+    """
+    n_tokens, device = ids_BT.size(1), ids_BT.device
+    if store is not None:
+        view = store.open(n_tokens, n_loops, pos_BT, live_BT, device)
+    elif pos_BT is None and live_BT is None:
+        view = View.causal(torch.arange(n_tokens, device=device))
+    else:
+        if pos_BT is None:
+            pos_BT = torch.arange(n_tokens, device=device).expand_as(ids_BT)
+        view = View.tagged(pos_BT, pos_BT, live_BT)
+    # Untagged positions end where the keys do; only tagged ones must be looked at (a wait, on a GPU).
+    stored = n_tokens if store is None else store.n_tokens
+    position.check(int(view.pos.max()) + 1 if view.pos.dim() == 2 else stored)
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    views: dict[int | None, View] = {None: view, **{window: view.within(window) for window in windows}}
+    return Context(ids_BT, views, position.rotation(view.pos, dtype), store, n_tokens=n_tokens)

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from alcoda.model.blocks import Stack
 from alcoda.model.config import ModelConfig
 from alcoda.model.init import init_weights
-from alcoda.model.keys import Context, KeyStore, view_alone
-from alcoda.model.positions import check_context
+from alcoda.model.keys import Context, KeyStore, open_context
 
 
 class State(NamedTuple):
@@ -40,13 +39,13 @@ class RecurrentLM(nn.Module):
         self.config = config
         self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
         self.position = config.position.build(shape)
-        self.prelude = Stack("prelude", config.n_prelude, block, shape)
+        self.prelude = Stack("prelude", config.places("prelude"), block, shape)
         self.state_init = config.state_init.build(shape)
         self.inject = config.inject.build(shape)
-        self.core = Stack("core", config.n_core, block, shape)
+        self.core = Stack("core", config.places("core"), block, shape)
         self.update = config.update.build(shape)
         self.loop_norm = config.loop_norm.build(block.norm, shape)
-        self.coda = Stack("coda", config.n_coda, block, shape)
+        self.coda = Stack("coda", config.places("coda"), block, shape)
         self.final_norm = block.norm.build(shape) if config.final_norm == "own" else nn.Identity()
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False) if config.head == "untied" else None
 
@@ -115,36 +114,13 @@ class RecurrentLM(nn.Module):
             raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
         if store is not None and len(loops) > 1:
             raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
-        context = self._open(ids_BT, loops[-1], pos_BT, live_BT, store)
-        e_BTD = self.prelude(self.position.embed(self.embed(ids_BT), context.view.pos), context)
-        state = State(self.state_init(e_BTD, context.view.pos))
+        context = open_context(ids_BT, loops[-1], self.position, (), pos_BT, live_BT, store, self.embed.weight.dtype)
+        e_BTD = self.prelude(self.position.embed(self.embed(ids_BT), context.pos), context)
+        state = State(self.state_init(e_BTD, context.pos))
         for loop in range(loops[-1]):
             state = self._loop(state, e_BTD, loop, context, free=loop < n_free, recompute=recompute)
             if loop + 1 in loops:
                 yield self._finish(state, context)
-
-    def _open(
-        self,
-        ids_BT: Tensor,
-        n_loops: int,
-        pos_BT: Tensor | None,
-        live_BT: Tensor | None,
-        store: KeyStore | None,
-    ) -> Context:
-        n_tokens, weight = ids_BT.size(1), self.embed.weight
-        if store is None:
-            view = view_alone(n_tokens, pos_BT, live_BT, ids_BT.device)
-        else:
-            view = store.open(n_tokens, n_loops, pos_BT, live_BT, ids_BT.device)
-        # Untagged positions end where the keys do; only tagged ones must be looked at (a wait, on a GPU).
-        stored = n_tokens if store is None else store.n_tokens
-        check_context(
-            int(view.pos.max()) + 1 if view.pos.dim() == 2 else stored, self.config.seq_len, self.config.position
-        )
-        device_type = ids_BT.device.type
-        autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        return Context(view, self.position.rotation(view.pos, dtype), store)
 
     def _loop(self, state: State, e_BTD: Tensor, loop: int, context: Context, free: bool, recompute: bool) -> State:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not free):

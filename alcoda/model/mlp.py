@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Choice
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.shape import Cost, Shape, linear, total
 
 
 class Mlp(Choice, axis="mlp"):
@@ -38,7 +38,7 @@ class Gelu(Mlp):
 
     def cost(self, shape: Shape) -> Cost:
         up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
-        return Cost(up.params + down.params, up.flops + down.flops)
+        return total(up, down)
 
 
 class SwiGlu(Mlp):
@@ -54,7 +54,7 @@ class SwiGlu(Mlp):
 
     def cost(self, shape: Shape) -> Cost:
         up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
-        return Cost(2 * up.params + down.params, 2 * up.flops + down.flops)
+        return total(up, up, down)
 
 
 class GeluModule(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from alcoda.model.shape import Cost, Shape
 
 class Position(Choice, axis="position"):
     """How the model knows the order of its tokens."""
-
-    bounded: ClassVar[bool] = False
-    """Whether no position beyond ``seq_len`` exists."""
 
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
@@ -41,7 +38,6 @@ class Learned(Position):
     """A learned vector per position, added to the embedding (GPT-2). No position beyond ``seq_len`` exists."""
 
     kind: Literal["learned"] = "learned"
-    bounded: ClassVar[bool] = True
 
     def build(self, shape: Shape) -> PositionModule:
         return LearnedModule(shape)
@@ -51,10 +47,12 @@ class Learned(Position):
 
 
 class Rope(Position):
-    """Rotary embedding of queries and keys, rotate-half pairing (Su et al. 2021)."""
+    """Rotary embedding of queries and keys (Su et al. 2021)."""
 
     kind: Literal["rope"] = "rope"
     base: PositiveFloat = 10_000.0
+    pairs: Literal["half", "interleaved"] = "half"
+    """Which dimensions turn together: i and i + K/2 (rotate-half: GPT-NeoX, Llama, Ouro), or 2i and 2i + 1 (Huginn)."""
 
     def check(self, shape: Shape) -> None:
         if shape.d_head % 2:
@@ -63,11 +61,31 @@ class Rope(Position):
             )
 
     def build(self, shape: Shape) -> PositionModule:
-        return RopeModule(self.base, shape.d_head)
+        return RopeModule(self, shape.d_head)
 
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and signed sin, each [T, K] or [B, 1, T, K]: ``rotate(x) = x * cos + swap_halves(x) * sin``."""
+class Rotation(NamedTuple):
+    """What queries and keys are turned by: ``x * cos + swap(x) * sin``, ``swap`` exchanging the two of each pair.
+
+    Attributes:
+        cos, sin: [T, K] or [B, 1, T, K]; sin with the sign of its dimension.
+        interleaved: pairs are (2i, 2i + 1), not (i, i + K/2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def at(self, index_BN: Tensor) -> Rotation:
+        """Of some of the tokens only."""
+        cos, sin = (_rows(x, index_BN) for x in (self.cos, self.sin))
+        return Rotation(cos, sin, self.interleaved)
+
+
+def _rows(x: Tensor, index_BN: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x[index_BN][:, None]
+    return x.gather(2, index_BN[:, None, :, None].expand(-1, 1, -1, x.size(-1)))
 
 
 class PositionModule(nn.Module):
@@ -81,6 +99,9 @@ class PositionModule(nn.Module):
         """What queries and keys at ``pos`` are rotated by, or None."""
         return None
 
+    def check(self, n_positions: int) -> None:
+        """Refuse more positions than there are."""
+
 
 class LearnedModule(PositionModule):
     def __init__(self, shape: Shape) -> None:
@@ -90,11 +111,18 @@ class LearnedModule(PositionModule):
     def embed(self, x_BTD: Tensor, pos: Tensor) -> Tensor:
         return x_BTD + self.table(pos)
 
+    def check(self, n_positions: int) -> None:
+        if n_positions > self.table.num_embeddings:
+            raise UsageError(
+                f"{n_positions} tokens do not fit a context of seq_len={self.table.num_embeddings} with learned "
+                "positions: shorten the text, or train with a longer seq_len"
+            )
+
 
 class RopeModule(PositionModule):
-    def __init__(self, base: float, d_head: int) -> None:
+    def __init__(self, config: Rope, d_head: int) -> None:
         super().__init__()
-        self.base, self.d_head = base, d_head
+        self.base, self.interleaved, self.d_head = config.base, config.pairs == "interleaved", d_head
 
     def rotation(self, pos: Tensor, dtype: torch.dtype) -> Rotation:
         half = self.d_head // 2
@@ -102,25 +130,22 @@ class RopeModule(PositionModule):
         exponent = torch.arange(half, device=pos.device, dtype=torch.float64) / half
         angle = pos[..., None].to(torch.float64) * self.base**-exponent
         cos, sin = angle.cos(), angle.sin()
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        if self.interleaved:
+            cos, sin = torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+        else:
+            cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         if pos.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]
-        return cos.to(dtype), sin.to(dtype)
+        return Rotation(cos.to(dtype), sin.to(dtype), self.interleaved)
 
 
 def rotate(x_BHTK: Tensor, rotation: Rotation | None) -> Tensor:
     """Queries or keys turned by their positions."""
     if rotation is None:
         return x_BHTK
-    cos, sin = rotation
-    first, second = x_BHTK.chunk(2, -1)
-    return x_BHTK * cos + torch.cat([second, first], -1) * sin
-
-
-def check_context(n_positions: int, seq_len: int, position: Position) -> None:
-    """Refuse more positions than a learned table holds."""
-    if position.bounded and n_positions > seq_len:
-        raise UsageError(
-            f"{n_positions} tokens do not fit a context of seq_len={seq_len} with learned positions: shorten the text, "
-            "or train with a longer seq_len"
-        )
+    if rotation.interleaved:
+        swapped = x_BHTK.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        first, second = x_BHTK.chunk(2, -1)
+        swapped = torch.cat([second, first], -1)
+    return x_BHTK * rotation.cos + swapped * rotation.sin

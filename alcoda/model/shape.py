@@ -18,6 +18,20 @@ class Shape(NamedTuple):
     bias: bool
 
 
+class Place(NamedTuple):
+    """Where a block stands.
+
+    Attributes:
+        layer: its number among the stored blocks: prelude first, then core, then coda.
+        n_layers: how many blocks there are.
+        own_keys: whether it projects its own keys; False where it reads frozen ones (the core with anchor keys).
+    """
+
+    layer: int
+    n_layers: int
+    own_keys: bool = True
+
+
 class Cost(NamedTuple):
     """What a part costs each time it is applied.
 
@@ -26,13 +40,26 @@ class Cost(NamedTuple):
         flops: forward FLOPs a token: 2 a multiply-add of a matrix product; attention scores over ``seq_len`` keys.
             Norms, activations, embedding look-ups and other elementwise work are not counted.
         kv: numbers kept in the key cache a token.
+        latent: what ``kv`` shrinks to where the cache keeps latents and expands them when they are read (MLA).
+        sides: d_in + d_out, summed over the linear maps: what a rank-1 term on each of them has in parameters.
     """
 
     params: int = 0
     flops: int = 0
     kv: int = 0
+    latent: int = 0
+    sides: int = 0
+
+    def times(self, n: int) -> Cost:
+        """``n`` parts of this cost."""
+        return Cost(*(n * value for value in self))
 
 
-def linear(d_in: int, d_out: int, bias: bool) -> Cost:
+def total(*costs: Cost) -> Cost:
+    """The sum of parts."""
+    return Cost(*map(sum, zip(*costs, strict=True))) if costs else Cost()
+
+
+def linear(d_in: int, d_out: int, bias: bool = False) -> Cost:
     """Cost of ``y = W x (+ b)`` a token."""
-    return Cost(params=d_in * d_out + (d_out if bias else 0), flops=2 * d_in * d_out)
+    return Cost(params=d_in * d_out + (d_out if bias else 0), flops=2 * d_in * d_out, sides=d_in + d_out)

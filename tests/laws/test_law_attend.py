@@ -29,6 +29,12 @@ def draw(n_queries: int, n_keys: int, group: int, dtype: torch.dtype) -> tuple[T
     return tuple(torch.randn(2, n, heads, K, dtype=torch.float64).to(dtype).transpose(1, 2) for n, heads in sizes)
 
 
+def masked(mask: Tensor | None) -> View:
+    """A view that is nothing but its mask: attention reads no positions."""
+    none = torch.empty(0)
+    return View(none, none, None, mask, False)
+
+
 def outputs_and_grads(f: Attend, qkv: tuple[Tensor, ...], view: View) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     y = f(*leaves, view)
@@ -54,7 +60,7 @@ def check(fast: Attend, qkv: tuple[Tensor, ...], view: View) -> None:
 @groups
 @pytest.mark.parametrize("n_tokens", [1, 5, 63, 100, EXPLICIT_MAX_TOKENS + 1])
 def test_causal_attention(n_tokens: int, group: int, dtype: torch.dtype) -> None:
-    check(attend, draw(n_tokens, n_tokens, group, dtype), View(torch.arange(n_tokens), None, True))
+    check(attend, draw(n_tokens, n_tokens, group, dtype), View.causal(torch.arange(n_tokens)))
 
 
 def test_training_on_a_cpu_takes_the_explicit_kernel_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +73,7 @@ def test_training_on_a_cpu_takes_the_explicit_kernel_up_to_its_bound(monkeypatch
     explicit = attention._attend_explicit
     monkeypatch.setattr(attention, "_attend_explicit", spy)
     for n_tokens in (5, EXPLICIT_MAX_TOKENS, EXPLICIT_MAX_TOKENS + 1):
-        qkv, view = draw(n_tokens, n_tokens, 1, torch.float32), View(torch.arange(n_tokens), None, True)
+        qkv, view = draw(n_tokens, n_tokens, 1, torch.float32), View.causal(torch.arange(n_tokens))
         attend(*qkv, view)
         attend(*(x.requires_grad_() for x in qkv), view)
     assert calls == [5, EXPLICIT_MAX_TOKENS]
@@ -81,21 +87,21 @@ def test_masked_attention(n_queries: int, n_keys: int, group: int, dtype: torch.
     mask = torch.rand(2, 1, n_queries, n_keys) < 0.5
     mask[0, :, n_queries // 2] = False
     assert not mask.any(-1).all()
-    check(attend, draw(n_queries, n_keys, group, dtype), View(torch.arange(n_queries), mask, False))
+    check(attend, draw(n_queries, n_keys, group, dtype), masked(mask))
 
 
 @groups
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (1, 63), (5, 12)])
 def test_attention_to_all(n_queries: int, n_keys: int, group: int) -> None:
     """The view of a decoding step: no mask, not causal."""
-    check(attend, draw(n_queries, n_keys, group, torch.float64), View(torch.arange(n_queries), None, False))
+    check(attend, draw(n_queries, n_keys, group, torch.float64), masked(None))
 
 
 def test_a_query_that_sees_nothing_reads_zero() -> None:
     mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
     mask[..., 1, :] = False
     for f in (attend, attend_naive):
-        y = f(*(x[:1] for x in draw(3, 4, 1, torch.float64)), View(torch.arange(3), mask, False))
+        y = f(*(x[:1] for x in draw(3, 4, 1, torch.float64)), masked(mask))
         assert not y[:, :, 1].any()
         assert y[:, :, [0, 2]].all()
 
@@ -104,7 +110,7 @@ def one_key_less(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     """A planted fault: of many keys, the first is lost."""
     mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
     mask[1:, 0] = False
-    return attend(q, k, v, View(view.pos, mask, False))
+    return attend(q, k, v, masked(mask))
 
 
 def interleaved_groups(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
@@ -116,7 +122,7 @@ def interleaved_groups(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
 @pytest.mark.parametrize("fault", [one_key_less, interleaved_groups])
 def test_control_a_wrong_kernel_is_noticed(fault: Attend, dtype: torch.dtype) -> None:
     with pytest.raises(AssertionError, match="output"):
-        check(fault, draw(63, 63, 2, dtype), View(torch.arange(63), None, True))
+        check(fault, draw(63, 63, 2, dtype), View.causal(torch.arange(63)))
 
 
 def test_control_a_wrong_gradient_is_noticed() -> None:
@@ -124,4 +130,4 @@ def test_control_a_wrong_gradient_is_noticed() -> None:
         return attend(q, k + (k * 1e-6 - (k * 1e-6).detach()), v, view)
 
     with pytest.raises(AssertionError, match="gradient of k"):
-        check(detaches, draw(63, 63, 1, torch.float64), View(torch.arange(63), None, True))
+        check(detaches, draw(63, 63, 1, torch.float64), View.causal(torch.arange(63)))

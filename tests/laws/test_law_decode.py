@@ -10,7 +10,7 @@ from space import GRT, close, house, make, over_space, tokens
 from torch import Tensor
 
 from alcoda.model.config import ModelConfig
-from alcoda.model.keys import KeyStore, Slot, View, _visible
+from alcoda.model.keys import KeyStore, Slot, View
 from alcoda.model.lm import RecurrentLM
 
 T = 12
@@ -232,7 +232,7 @@ class Hoarder(KeyStore):
         if self._pos_BS is None:
             return view
         self._live_BS = torch.ones_like(self._live_BS)
-        return View(view.pos, _visible(view.pos, self._pos_BS, self._live_BS), False)
+        return View.tagged(view.pos, self._pos_BS, self._live_BS)
 
 
 def test_control_a_store_that_does_not_retire_is_noticed() -> None:

@@ -71,7 +71,7 @@ def test_a_dense_model_is_a_textbook_gpt(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("part", ["attention.k", "attention.out", "mlp.down", "mlp_norm"])
+@pytest.mark.parametrize("part", ["attention.keys.k", "attention.out", "mlp.down", "mlp_norm"])
 def test_control_a_changed_weight_is_noticed(fields: dict[str, Any], part: str) -> None:
     model = make(house(**fields))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

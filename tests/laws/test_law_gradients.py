@@ -9,6 +9,7 @@ from space import GRT, close, house, make, over_space, tokens
 from torch import Tensor
 
 from alcoda.model.config import ModelConfig
+from alcoda.model.keys import open_context
 from alcoda.model.lm import RecurrentLM
 
 B, T, R = 2, 12, 3
@@ -38,7 +39,7 @@ def size(grad: Tensor | None) -> float:
 
 def is_dead_by_nature(name: str, config: ModelConfig) -> bool:
     """A key's bias adds q . b to all scores of a query, which softmax ignores, unless rotary positions turn it."""
-    return name.endswith("attention.k.bias") and config.position.kind != "rope"
+    return name.endswith("attention.keys.k.bias") and config.position.kind != "rope"
 
 
 def check_every_parameter(model: RecurrentLM) -> None:
@@ -56,7 +57,7 @@ def test_gradients_reach_every_parameter(config: ModelConfig) -> None:
 @over_space(lambda config: config.block.bias and config.position.kind != "rope")
 def test_a_keys_bias_without_rotary_positions_is_dead(config: ModelConfig) -> None:
     _, grads = run(make(config).train())
-    assert max(size(grad) for name, grad in grads.items() if name.endswith("attention.k.bias")) < 1e-12
+    assert max(size(grad) for name, grad in grads.items() if name.endswith("attention.keys.k.bias")) < 1e-12
 
 
 def test_control_a_parameter_out_of_use_is_noticed() -> None:
@@ -81,9 +82,9 @@ def detached(model: RecurrentLM, n_free: int) -> tuple[Tensor, Grads]:
     """The loop with its state detached by hand after ``n_free`` loops. Nothing else is: the anchor stays attached."""
     ids_BT = tokens(B, T)
     torch.manual_seed(3)
-    context = model._open(ids_BT, R, None, None, None)
-    e = model.prelude(model.position.embed(model.embed(ids_BT), context.view.pos), context)
-    h = model.state_init(e, context.view.pos)
+    context = open_context(ids_BT, R, model.position, (), None, None, None, torch.float64)
+    e = model.prelude(model.position.embed(model.embed(ids_BT), context.pos), context)
+    h = model.state_init(e, context.pos)
     for loop in range(R):
         if loop == n_free:
             h = h.detach()

@@ -24,7 +24,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import KV_ITEM_BYTES, TrainingDepth, ledger
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Place, Shape
 from alcoda.training.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -199,8 +199,8 @@ def test_kv_bytes(config: ModelConfig, n_loops: int) -> None:
 def test_control_kv_bytes_that_forget_the_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Attention.cost
 
-    def keys_only(self: Attention, shape: Shape) -> dict[str, Cost]:
-        return {name: c._replace(kv=c.kv // 2) for name, c in costs(self, shape).items()}
+    def keys_only(self: Attention, shape: Shape, place: Place) -> dict[str, Cost]:
+        return {name: c._replace(kv=c.kv // 2) for name, c in costs(self, shape, place).items()}
 
     monkeypatch.setattr(Attention, "cost", keys_only)
     with pytest.raises(AssertionError, match="KV bytes"):

@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
 def attention(w: Weights, name: str, x_TD: Tensor, kind: Kind) -> Tensor:
     n_tokens = len(x_TD)
-    q, k, v = (linear(w, f"{name}.{part}", x_TD) for part in "qkv")
+    q, k, v = (linear(w, f"{name}.{part}", x_TD) for part in ("q", "keys.k", "keys.v"))
     d_head = q.shape[1] // kind.n_heads
     heads = []
     for h in range(kind.n_heads):

@@ -14,8 +14,8 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.norms import FusedRMSNorm, RMSNorm
-from alcoda.model.positions import Rope, check_context, rotate
-from alcoda.model.shape import Shape, linear
+from alcoda.model.positions import Rope, rotate
+from alcoda.model.shape import Cost, Shape, linear
 
 
 def small(**fields: Any) -> ModelConfig:
@@ -108,7 +108,7 @@ def test_learned_positions_end_at_seq_len() -> None:
         model(torch.zeros(1, 16, dtype=torch.long), store=store)
         with pytest.raises(UsageError, match="17 tokens do not fit"):
             model(torch.zeros(1, 1, dtype=torch.long), store=store)
-    check_context(17, 16, Rope())
+    small(position="rope").position.build(small().shape).check(10**6)  # no bound
 
 
 # -- the key store ----------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def test_buffers_grow_and_bytes_count_what_is_held() -> None:
 
 
 def test_cost_of_a_linear_map() -> None:
-    assert linear(3, 5, True) == (20, 30, 0)
-    assert linear(3, 5, False) == (15, 30, 0)
+    assert linear(3, 5, True) == Cost(params=20, flops=30, sides=8)
+    assert linear(3, 5, False) == Cost(params=15, flops=30, sides=8)
 
 
 def test_fused_rmsnorm_is_rmsnorm_to_the_second_derivative() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from alcoda.config import Choice
 
 
 class CoreKeys(Choice, axis="keys"):
     """Where the core's keys and values come from, and in which slots they lie."""
+
+    own_keys: ClassVar[bool] = True
+    """Whether the core's blocks project keys of their own."""
 
     def n_slots(self, n_loops: int) -> int:
         """Slots that each core layer fills when ``n_loops`` loops run: the cache grows by this many keys a token."""
