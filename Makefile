@@ -11,8 +11,9 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c con
 demo: .venv/demo
 	.venv/bin/alcoda quickstart
 
+# Two workers of one thread each: most tests are of small models, whose sums are to be taken in one order.
 test: .venv/dev
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
 slow: .venv/dev
 	.venv/bin/python -m pytest -m slow

@@ -10,10 +10,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alcoda.api import LM, ModelConfig, Recipe, cost, evaluate, load, load_recipe, train, write_report
+    from alcoda.api import (
+        LM,
+        ModelConfig,
+        Recipe,
+        check_laws,
+        cost,
+        evaluate,
+        load,
+        load_plugin,
+        load_recipe,
+        match,
+        recipes,
+        train,
+        write_report,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LM", "ModelConfig", "Recipe", "cost", "evaluate", "load", "load_recipe", "train", "write_report"]
+__all__ = [
+    "LM",
+    "ModelConfig",
+    "Recipe",
+    "check_laws",
+    "cost",
+    "evaluate",
+    "load",
+    "load_plugin",
+    "load_recipe",
+    "match",
+    "recipes",
+    "train",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:

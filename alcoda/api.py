@@ -10,28 +10,40 @@ from typing import Any
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError
 from alcoda.files import disk, read_json, write_json
+from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
+from alcoda.plugins import load as load_plugin
+from alcoda.training.catalogue import Catalogue
+from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
 from alcoda.training.load import load_run, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
+from alcoda.training.match import MatchResult, match
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.run import RunFolder
 
 __all__ = [
     "LM",
+    "Catalogue",
     "EvalResult",
+    "LawReport",
     "Ledger",
+    "MatchResult",
     "ModelConfig",
     "Recipe",
     "Sample",
     "TrainResult",
+    "check_laws",
     "cost",
     "evaluate",
     "load",
+    "load_plugin",
     "load_recipe",
+    "match",
+    "recipes",
     "samples",
     "train",
     "write_report",

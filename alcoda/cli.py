@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from alcoda.errors import RunError, UsageError
+from alcoda.show import gain, print_json, print_ledger, print_match, print_recipes, print_table, say
 
 app = typer.Typer(
     name="alcoda",
@@ -30,6 +29,33 @@ Set = Annotated[
         "--set",
         help="Change an entry of the recipe: train.steps=500 (alcoda entries lists them). Repeatable.",
         metavar="A.B=C",
+    ),
+]
+
+
+def _load_plugins(context: typer.Context, plugins: list[str] | None) -> list[str] | None:
+    if plugins and not context.resilient_parsing:
+        from alcoda.plugins import load
+
+        for plugin in plugins:
+            load(plugin)
+    return plugins
+
+
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        help="A Python file (or a module's name) that registers choices of its own; it is run. Repeatable.",
+        metavar="FILE.py",
+        callback=_load_plugins,
+    ),
+]
+"""A command that has this option needs to do nothing with it: what is named is loaded before the command runs."""
+With = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--with", help="An overlay: a YAML file with a part of a recipe, put over it. Repeatable.", metavar="OVERLAY"
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
@@ -63,24 +89,34 @@ def _options(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file (recipes/, or a run's recipe.yaml).")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe: a YAML file, or one of the project's by name (alcoda recipes): mini/grt.")
+    ],
+    overlays: With = None,
     settings: Set = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME of the recipe.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    init: Annotated[
+        Path | None, typer.Option(help="Start from the weights of this run (the recipe's init_from).", metavar="RUN")
+    ] = None,
+    plugin: Plugin = None,
 ) -> None:
     """Train a recipe. Ctrl-C saves a checkpoint; --resume goes on, to the bit."""
     from alcoda import api
 
-    loaded = api.load_recipe(recipe, settings or ())
+    loaded = api.load_recipe(recipe, settings or (), overlays or ())
+    if init is not None:
+        loaded = loaded.model_copy(update={"init_from": {"run": str(init)}})
     result = api.train(loaded, out or Path("runs") / loaded.name, resume)
     if result.status == "stopped":
-        _say(
+        say(
             f"stopped at step {result.train_step}, all saved; go on with: "
             f"alcoda train {result.run / 'recipe.yaml'} --out {result.run} --resume"
+            + "".join(f" --plugin {name}" for name in plugin or ())
         )
     else:
-        _say(f"done: {result.run}; next: alcoda report {result.run} --out report.html")
-    _print_json(vars(result) | {"run": str(result.run)})
+        say(f"done: {result.run}; next: alcoda report {result.run} --out report.html")
+    print_json(vars(result) | {"run": str(result.run)})
 
 
 @app.command(name="eval")
@@ -93,6 +129,7 @@ def evaluate(
     checkpoint: Checkpoint = "best",
     batch_size: Annotated[int, typer.Option(help="Rows scored at a time.", min=1)] = 8,
     max_tokens: Annotated[int | None, typer.Option(help="Score at most so many tokens of each source.", min=2)] = None,
+    plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Bits per byte at each depth, with 95% intervals. The last line is JSON."""
@@ -108,13 +145,13 @@ def evaluate(
                 f"{d.loss:.4f}",
                 f"{d.bits_per_byte:.4f}",
                 f"[{d.low:.4f}, {d.high:.4f}]",
-                _gain(result, d.loops),
+                gain(result, d.loops),
             ]
             for d in result.by_depth
         ]
-        _table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows)
-        _say(result.note or f"intervals over {result.n_units} documents, {result.n_bytes:,} bytes")
-    _print_json(result.to_json())
+        print_table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows)
+        say(result.note or f"intervals over {result.n_units} documents, {result.n_bytes:,} bytes")
+    print_json(result.to_json())
 
 
 @app.command()
@@ -129,6 +166,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Draw among so many likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     checkpoint: Checkpoint = "best",
+    plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, streaming."""
@@ -138,7 +176,7 @@ def generate(
     pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     if as_json:
         text = "".join(pieces)
-        _print_json(
+        print_json(
             {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
         )
         return
@@ -152,56 +190,105 @@ def generate(
 @app.command()
 def cost(
     recipes: Annotated[list[Path], typer.Argument(help="Recipes, or run folders.", metavar="RECIPE...")],
+    overlays: With = None,
     settings: Set = None,
     loops: Annotated[
         int | None, typer.Option(help="Depth of the forward pass, decoding and cache. Default: n_loops.")
     ] = None,
+    plugin: Plugin = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--match",
+            help="Of two recipes, change the first so that it meets the second: params or flops. "
+            "--set then acts on the first only.",
+        ),
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(
+            help="What --match may change: n_loops, d_ff, d_model (n_heads goes with it) or tokens (of the run). "
+            "Numbers that the recipe names stay; what it leaves to this one follows."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            help="Which FLOPs a token --match flops compares: mean, of training at its mean depth (default), or max, "
+            "of a forward pass at n_loops."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The ledger: parameters, FLOPs and cache bytes a token, by named term."""
+    """The ledger: parameters, FLOPs and cache bytes a token, by named term. --match: equal cost of two recipes."""
     from alcoda import api
 
+    files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
+    if by is not None or free is not None or at is not None:
+        if by is None or free is None:
+            raise UsageError("--match, --free and --at go together: for example --match flops --free d_ff")
+        if len(recipes) != 2:
+            raise UsageError(f"--match takes two recipes, one to change and one to meet (got {len(recipes)})")
+        if loops is not None:
+            raise UsageError("--loops with --match: costs are compared at each recipe's own depths; leave --loops out")
+        a, b = api.load_recipe(files[0], settings or (), overlays or ()), api.load_recipe(files[1])
+        print_match(api.match(a, b, by, free, at), recipes, settings or (), as_json)
+        return
     ledgers = []
-    for path in recipes:
-        recipe = api.load_recipe(path / "recipe.yaml" if path.is_dir() else path, settings or ())
+    for path, file in zip(recipes, files, strict=True):
+        recipe = api.load_recipe(file, settings or (), overlays or ())
         ledgers.append((str(path), api.cost(recipe, loops)))
     if as_json:
         found = [{"recipe": name, **one.to_json()} for name, one in ledgers]
-        _print_json(found[0] if len(found) == 1 else found)
+        print_json(found[0] if len(found) == 1 else found)
         return
     for name, one in ledgers:
-        rows = [
-            [t.name, f"{t.params:,}", _flops(t.forward_flops), _flops(t.training_flops), f"{t.kv_bytes:,}"]
-            for t in one.terms
-        ]
-        rows.append(
-            [
-                "total",
-                f"{one.params:,}",
-                _flops(one.forward_flops_per_token),
-                _flops(one.training_flops_per_token),
-                f"{one.kv_bytes_per_token:,}",
-            ]
-        )
-        _table(["a token", "params", "forward FLOPs", "training FLOPs", "KV bytes"], rows, name)
-        print(
-            f"at {one.loops} loops and {one.seq_len} tokens of context; "
-            f"training at a mean of {one.training_loops:.2f} loops, {one.training_grad_loops:.2f} with gradients; "
-            f"decoding costs {_flops(one.decode_flops_per_token)} FLOPs a token; "
-            f"{one.effective_params:,} parameters with every loop counted"
-        )
+        print_ledger(name, one)
     print(f"convention: {one.convention}")
+
+
+@app.command()
+def laws(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, or a run folder.")],
+    settings: Set = None,
+    overlays: With = None,
+    plugin: Plugin = None,
+    law: Annotated[list[str] | None, typer.Option("--law", help="Only this law. Repeatable.", metavar="NAME")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights.", min=0)] = 0,
+    full_size: Annotated[
+        bool, typer.Option("--full-size", help="Check the model as it is. Default: all choices kept, sizes made small.")
+    ] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Check compiled passes too: a minute.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Does the model keep its promises? No future leak, decoding equal to the full pass, ... Exit code 1 if not."""
+    from alcoda import api
+
+    path = recipe / "recipe.yaml" if recipe.is_dir() else recipe
+    loaded = api.load_recipe(path, settings or (), overlays or ())
+    found = api.check_laws(loaded, law or (), seed=seed, full_size=full_size, compiled=compiled)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        words = {"holds": "holds", "broken": "BROKEN", "not applicable": "n.a."}
+        rows = [[r.law, r.statement, words[r.status], f"{r.seconds:.2f} s"] for r in found.results]
+        print_table(["law", "of a model that keeps it", "", "time"], rows, n_left=3)
+        for line in found.notes():
+            print(line)
+    if not found.hold:
+        raise typer.Exit(1)
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders: one, or several to compare.", metavar="RUN...")],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    plugin: Plugin = None,
 ) -> None:
     """One self-contained HTML page. What a run was not asked for yet (evaluation, samples) is measured first."""
     from alcoda import api
 
-    _say(f"report: {api.write_report(runs, out)}")
+    say(f"report: {api.write_report(runs, out)}")
 
 
 @app.command()
@@ -209,16 +296,38 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="The run folder.")] = Path("runs/quickstart"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the run and begin anew.")] = False,
     settings: Set = None,
+    plugin: Plugin = None,
 ) -> None:
     """Train a small elastic model, measure it at 1 to 32 loops, and write the report. Minutes on two cores."""
     from alcoda.quickstart import quickstart as main_job
 
-    _print_json(main_job(out, fresh, settings or ()))
+    print_json(main_job(out, fresh, settings or ()))
+
+
+@app.command()
+def recipes(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to look. Default: the project's recipes.", metavar="[FOLDER]")
+    ] = None,
+    plugin: Plugin = None,
+    as_json: Json = False,
+) -> None:
+    """Every recipe with its parameters, FLOPs and source; and the overlays (for --with)."""
+    from alcoda import api
+
+    found = api.recipes(folder)
+    for name, error in found.broken.items():
+        say(f"{name}: {error}")
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_recipes(found)
 
 
 @app.command()
 def entries(
     below: Annotated[str, typer.Argument(help="Only these: model, train.optimizer, ...", metavar="[NAME]")] = "",
+    plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Every entry of a recipe, with its default and meaning; for an axis, its choices and their entries."""
@@ -226,7 +335,7 @@ def entries(
 
     found = describe_entries(below)
     if as_json:
-        _print_json([entry._asdict() for entry in found])
+        print_json([entry._asdict() for entry in found])
         return
     for entry in found:
         print(f"{entry.name} = {entry.default}" if entry.default else entry.name)
@@ -240,42 +349,6 @@ def parse_loops(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise UsageError(f"--loops {text}: write whole numbers with commas between, for example 1,2,4,8") from None
-
-
-def _gain(result: Any, loops: int) -> str:
-    gain = next((g for g in result.gain if g.to_loops == loops), None)
-    return f"{gain.bits_per_byte:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]" if gain else ""
-
-
-def _flops(number: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return f"{number:.0f}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    # As wide as it needs: a wrapped row can be read, a number that is cut off cannot.
-    console = Console()
-    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=500), table).maximum)
-    console.print(table)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
 
 
 def main() -> None:
@@ -295,12 +368,12 @@ def main() -> None:
             sys.stdout.flush()
     except SystemExit as end:
         if end.code == 130:  # what typer makes of a KeyboardInterrupt
-            _say("interrupted; nothing that was finished is lost")
+            say("interrupted; nothing that was finished is lost")
         raise
     except (UsageError, RunError) as error:
         if debug:
             raise
-        _say(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output is gone (| head): not an error of ours. Python would complain once more at exit.
@@ -309,7 +382,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        _say(
+        say(
             f"error: {type(error).__name__}: {error}\n"
             "(this is unexpected; alcoda --debug COMMAND shows where it happened)"
         )

@@ -83,7 +83,9 @@ class Choice(Config):
         if isinstance(kind, str):
             other = cls.choices.get(kind)
             if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise TypeError(f"{cls.axis}: {kind!r} is taken by {other.__module__}.{other.__qualname__}")
+                raise TypeError(
+                    f"{cls.axis}: {kind!r} is taken by {other.__module__}.{other.__qualname__}; name yours otherwise"
+                )
             cls.choices[kind] = cls
 
     @classmethod
@@ -98,7 +100,9 @@ class Choice(Config):
             raise PydanticCustomError("choice", "write a kind ({allowed}) or a mapping with one", {"allowed": allowed})
         kind = value["kind"]
         if kind not in cls.choices:
-            text = f"unknown {cls.axis} {kind!r}{did_you_mean(kind, cls.choices)}"
+            text = (
+                f"unknown {cls.axis} {kind!r}{did_you_mean(kind, cls.choices)} (a plugin's choice needs --plugin FILE)"
+            )
             raise PydanticCustomError("choice", "{text}", {"text": text})
         return cast(Self, cls.choices[kind].model_validate(value))
 

@@ -50,7 +50,7 @@ def quickstart(
     aside = _set_aside(run) if fresh else None
     ledger = recipe.ledger()
     say(
-        f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.train.steps} steps, "
+        f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.n_steps} steps, "
         f"loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}"
     )
     try:

@@ -76,16 +76,18 @@ def stepper(config: ModelConfig, rows: int, dtype: torch.dtype, recompute: bool 
     return step
 
 
-def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def timed(
+    steps: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each step of each, measured in turn: A B A B ..."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for _ in range(repeats):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = clock()
             step()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return seconds
 
 

@@ -1,85 +1,36 @@
-"""Training depth: how many loops one training step runs, and how many of them carry gradients.
-
-A depth is a pure function of (seed, train_step), never of the rank: ranks that loop a different number of times would
-wait for each other forever. Every sampler knows its exact distribution, from which the ledger takes its means.
-"""
+"""Samplers of training depth. What they share is in `alcoda.depth.plan`."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from functools import lru_cache
+from typing import Annotated, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from alcoda.config import Choice, PositiveFloat, PositiveInt
+from alcoda.config import PositiveFloat
+from alcoda.depth.curriculum import Curriculum
+from alcoda.depth.plan import MOST_LOOPS, Depth, LoopPlan, Loops, Mean, RandomDepth, resolved
 from alcoda.errors import UsageError
 
-Number = TypeVar("Number", int, float)
-Sampler = TypeVar("Sampler", bound="Depth")
+__all__ = [
+    "MOST_LOOPS",
+    "Curriculum",
+    "Depth",
+    "Fixed",
+    "HeavyTail",
+    "LogNormal",
+    "LogNormalPoisson",
+    "LoopPlan",
+    "Poisson",
+    "Uniform",
+]
 
-MOST_LOOPS = 10_000
-"""No step is deeper: a distribution is a list of its depths, and a typing error is not to fill the memory."""
+Sampler = TypeVar("Sampler", bound=Depth)
 
-Loops = Annotated[PositiveInt, Field(le=MOST_LOOPS)]
-Mean = Annotated[PositiveFloat, Field(le=MOST_LOOPS)]
 Sigma = Annotated[PositiveFloat, Field(le=1.5)]
 """Above it the mean comes from steps too rare for a run to meet."""
-
-_STREAM = 0xD0D0
-"""Keeps the draws of depth apart from other draws that start from the same seed."""
-
-
-class LoopPlan(NamedTuple):
-    """Loops of one training step: the first ``n_free`` without gradients, then ``n_grad`` with them."""
-
-    n_free: int
-    n_grad: int
-
-    @property
-    def n_loops(self) -> int:
-        return self.n_free + self.n_grad
-
-
-class Depth(Choice, axis="depth"):
-    """A distribution of training depths.
-
-    Names left out are taken from the model's nominal depth ``n_loops`` by `resolve`.
-    """
-
-    last_k: PositiveInt | None = None
-    """Truncated backpropagation in depth: only the last k loops carry gradients (Huginn: 8). None: all of them."""
-
-    def resolve(self, n_loops: int) -> Self:
-        """The sampler with every number filled in, for a model of nominal depth ``n_loops``."""
-        raise NotImplementedError
-
-    def pmf(self) -> dict[int, float]:
-        """Probability of each depth (of a resolved sampler)."""
-        raise NotImplementedError
-
-    def _draw(self, generator: np.random.Generator) -> int:
-        raise NotImplementedError
-
-    def draw(self, seed: int, train_step: int) -> LoopPlan:
-        """The depth of one training step (of a resolved sampler)."""
-        n_loops = self._draw(np.random.default_rng([_STREAM, seed, train_step]))
-        n_grad = n_loops if self.last_k is None else min(n_loops, self.last_k)
-        return LoopPlan(n_loops - n_grad, n_grad)
-
-    @property
-    def mean_loops(self) -> float:
-        return sum(n * p for n, p in self.pmf().items())
-
-    @property
-    def mean_grad_loops(self) -> float:
-        """Mean of the loops that carry gradients."""
-        return sum(min(n, self.last_k or n) * p for n, p in self.pmf().items())
-
-    @property
-    def max_loops(self) -> int:
-        """The deepest step that occurs (for an unbounded sampler: but for one in 10^12)."""
-        return max(self.pmf())
 
 
 class Fixed(Depth):
@@ -88,17 +39,17 @@ class Fixed(Depth):
     kind: Literal["fixed"] = "fixed"
     loops: Loops | None = None
 
-    def resolve(self, n_loops: int) -> Self:
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
         return self.model_copy(update={"loops": self.loops or n_loops})
 
     def pmf(self) -> dict[int, float]:
-        return {_set(self.loops): 1.0}
+        return {resolved(self.loops): 1.0}
 
-    def _draw(self, generator: np.random.Generator) -> int:
-        return _set(self.loops)
+    def rows(self, generator: np.random.Generator, train_step: int, n_rows: int) -> list[int]:
+        return [resolved(self.loops)]
 
 
-class Uniform(Depth):
+class Uniform(RandomDepth):
     """Uniform over ``min .. max`` (GRT: 1 .. R, papers.md 1.2); max is the model's ``n_loops`` where not set."""
 
     kind: Literal["uniform"] = "uniform"
@@ -113,7 +64,7 @@ class Uniform(Depth):
             )
         return self
 
-    def resolve(self, n_loops: int) -> Self:
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
         top = self.max or n_loops
         if top < self.min:
             raise UsageError(
@@ -122,14 +73,14 @@ class Uniform(Depth):
         return self.model_copy(update={"max": top})
 
     def pmf(self) -> dict[int, float]:
-        depths = range(self.min, _set(self.max) + 1)
+        depths = range(self.min, resolved(self.max) + 1)
         return {n: 1 / len(depths) for n in depths}
 
-    def _draw(self, generator: np.random.Generator) -> int:
-        return int(generator.integers(self.min, _set(self.max), endpoint=True))
+    def sample(self, generator: np.random.Generator, n: int) -> list[int]:
+        return generator.integers(self.min, resolved(self.max), n, endpoint=True).tolist()
 
 
-class LogNormal(Depth):
+class LogNormal(RandomDepth):
     """``clip(round(exp N(ln mean - sigma^2 / 2, sigma)), min, max)`` (papers.md 3.2, after Huginn's rate).
 
     ``mean`` is that of the log-normal before rounding and clipping, the model's ``n_loops`` where not set; ``max`` is
@@ -144,31 +95,90 @@ class LogNormal(Depth):
 
     @model_validator(mode="after")
     def _order(self) -> Self:
-        return _check_bounds(self, self.mean, self.min, self.max)
+        return _check_bounds(self, "mean", self.mean, self.min, self.max)
 
-    def resolve(self, n_loops: int) -> Self:
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
         mean = self.mean or float(n_loops)
-        top = self.max or max(self.min, min(math.ceil(4 * mean), MOST_LOOPS))
-        return _check_bounds(self.model_copy(update={"mean": mean, "max": top}), mean, self.min, top)
+        top = self.max or _top(4 * mean, self.min)
+        return _check_bounds(self, "mean", mean, self.min, top).model_copy(update={"mean": mean, "max": top})
 
     def _mu(self) -> float:
-        return math.log(_set(self.mean)) - self.sigma**2 / 2
+        return math.log(resolved(self.mean)) - self.sigma**2 / 2
 
     def pmf(self) -> dict[int, float]:
-        low, high, mu = self.min, _set(self.max), self._mu()
+        return _clipped_pmf(self._mu(), self.sigma, self.min, resolved(self.max))
 
-        def below(x: float) -> float:
-            return 0.5 * math.erfc(-(math.log(x) - mu) / (self.sigma * math.sqrt(2)))
-
-        edges = [0.0, *(below(n + 0.5) for n in range(low, high)), 1.0]
-        return {n: edges[i + 1] - edges[i] for i, n in enumerate(range(low, high + 1))}
-
-    def _draw(self, generator: np.random.Generator) -> int:
-        x = math.exp(generator.normal(self._mu(), self.sigma))
-        return int(min(max(math.floor(x + 0.5), self.min), _set(self.max)))
+    def sample(self, generator: np.random.Generator, n: int) -> list[int]:
+        return _clipped_sample(generator, n, self._mu(), self.sigma, self.min, resolved(self.max))
 
 
-class LogNormalPoisson(Depth):
+class HeavyTail(RandomDepth):
+    """``clip(round(exp N(ln peak + sigma^2, sigma)), min, max)`` (GRT's precursor, papers.md 1.2).
+
+    The log-normal is likeliest at ``peak``, and its mean is a third above: ``peak exp(1.5 sigma^2)``. ``peak`` is the
+    model's ``n_loops`` where not set (the precursor's medium run: min 2, peak 22), ``max`` 4 times the peak (and
+    10,000 at most).
+    """
+
+    kind: Literal["heavy_tail"] = "heavy_tail"
+    peak: Mean | None = None
+    sigma: Sigma = 0.435
+    min: Loops = 1
+    max: Loops | None = None
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        return _check_bounds(self, "peak", self.peak, self.min, self.max)
+
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
+        peak = self.peak or float(n_loops)
+        top = self.max or _top(4 * peak, self.min)
+        return _check_bounds(self, "peak", peak, self.min, top).model_copy(update={"peak": peak, "max": top})
+
+    def _mu(self) -> float:
+        return math.log(resolved(self.peak)) + self.sigma**2
+
+    def pmf(self) -> dict[int, float]:
+        return _clipped_pmf(self._mu(), self.sigma, self.min, resolved(self.max))
+
+    def sample(self, generator: np.random.Generator, n: int) -> list[int]:
+        return _clipped_sample(generator, n, self._mu(), self.sigma, self.min, resolved(self.max))
+
+
+class Poisson(RandomDepth):
+    """Truncated Poisson (Parcae, papers.md 5.2): ``P(n) ~ mean^n / n!`` on ``min <= n <= max``, nothing outside.
+
+    That is Poisson(mean) on condition that it falls in ``min .. max``, as if drawn again until it does. ``mean`` is
+    the rate before truncation, the model's ``n_loops`` where not set; ``max`` is twice the mean where not set (and
+    10,000 at most), which bounds the memory of a step and of a mean of 8 cuts 4 draws in 1,000. Parcae draws ``per:
+    sequence``, with half the mean for ``last_k``.
+    """
+
+    kind: Literal["poisson"] = "poisson"
+    mean: Mean | None = None
+    min: Loops = 1
+    max: Loops | None = None
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        return _check_bounds(self, "mean", self.mean, self.min, self.max)
+
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
+        mean = self.mean or float(n_loops)
+        top = self.max or _top(2 * mean, self.min)
+        return _check_bounds(self, "mean", mean, self.min, top).model_copy(update={"mean": mean, "max": top})
+
+    def pmf(self) -> dict[int, float]:
+        shares = _truncated_poisson(resolved(self.mean), self.min, resolved(self.max))
+        return dict(enumerate(shares.tolist(), self.min))
+
+    def sample(self, generator: np.random.Generator, n: int) -> list[int]:
+        below = _truncated_poisson(resolved(self.mean), self.min, resolved(self.max)).cumsum()
+        drawn = self.min + below[:-1].searchsorted(generator.random(n), side="right")  # what is above all is max
+        return drawn.tolist()
+
+
+class LogNormalPoisson(RandomDepth):
     """Huginn's sampler (papers.md 5.1): ``rate ~ LogNormal(ln mean - sigma^2 / 2, sigma)``, ``n = Poisson(rate) + 1``.
 
     The mean of n is ``mean + 1``, less what ``max`` cuts. With ``last_k: 8`` the last 8 loops carry gradients, as in
@@ -180,11 +190,11 @@ class LogNormalPoisson(Depth):
     sigma: Sigma = 0.5
     max: Loops | None = None
 
-    def resolve(self, n_loops: int) -> Self:
+    def resolve(self, n_loops: int, n_steps: int) -> Self:
         return self.model_copy(update={"mean": self.mean or float(n_loops)})
 
     def pmf(self) -> dict[int, float]:
-        mean, sigma = _set(self.mean), self.sigma
+        mean, sigma = resolved(self.mean), self.sigma
         # About one rate in 10^13 is above this, and n is not far above the rate.
         rate = mean * math.exp(7.4 * sigma - sigma**2 / 2)
         top = min(MOST_LOOPS, math.ceil(rate + 10 * math.sqrt(rate) + 50))
@@ -206,22 +216,41 @@ class LogNormalPoisson(Depth):
                 break
         return pmf
 
-    def _draw(self, generator: np.random.Generator) -> int:
-        rate = math.exp(generator.normal(math.log(_set(self.mean)) - self.sigma**2 / 2, self.sigma))
-        n = int(generator.poisson(rate)) + 1
-        return min(n, self.max or MOST_LOOPS)
+    def sample(self, generator: np.random.Generator, n: int) -> list[int]:
+        rates = np.exp(generator.normal(math.log(resolved(self.mean)) - self.sigma**2 / 2, self.sigma, n))
+        return np.minimum(generator.poisson(rates) + 1, self.max or MOST_LOOPS).tolist()
 
 
-def _set(value: Number | None) -> Number:
-    """``value``, of a resolved sampler."""
-    if value is None:
-        raise ValueError("resolve the sampler with the model's n_loops first")
-    return value
+def _top(wished: float, low: int) -> int:
+    return max(low, min(math.ceil(wished), MOST_LOOPS))
 
 
-def _check_bounds(sampler: Sampler, mean: float | None, low: int, high: int | None) -> Sampler:
+def _check_bounds(sampler: Sampler, name: str, middle: float | None, low: int, high: int | None) -> Sampler:
     if high is not None and high < low:
         raise UsageError(f"depth needs min <= max, got min={low}, max={high}: swap them or raise max")
-    if mean is not None and high is not None and not low <= mean <= high:
-        raise UsageError(f"depth.mean={mean:g} lies outside min={low} .. max={high}: move it between them")
+    if middle is not None and high is not None and not low <= middle <= high:
+        raise UsageError(f"depth.{name}={middle:g} lies outside min={low} .. max={high}: move it between them")
     return sampler
+
+
+def _clipped_pmf(mu: float, sigma: float, low: int, high: int) -> dict[int, float]:
+    """Of ``clip(round(exp N(mu, sigma)), low, high)``."""
+
+    def below(x: float) -> float:
+        return 0.5 * math.erfc(-(math.log(x) - mu) / (sigma * math.sqrt(2)))
+
+    edges = [0.0, *(below(n + 0.5) for n in range(low, high)), 1.0]
+    return {n: edges[i + 1] - edges[i] for i, n in enumerate(range(low, high + 1))}
+
+
+def _clipped_sample(generator: np.random.Generator, n: int, mu: float, sigma: float, low: int, high: int) -> list[int]:
+    x = np.floor(np.exp(generator.normal(mu, sigma, n)) + 0.5)
+    return [int(value) for value in np.clip(x, low, high)]
+
+
+@lru_cache(maxsize=16)
+def _truncated_poisson(mean: float, low: int, high: int) -> np.ndarray:
+    """Probabilities of ``low .. high``."""
+    logs = np.array([n * math.log(mean) - math.lgamma(n + 1) for n in range(low, high + 1)])
+    shares = np.exp(logs - logs.max())
+    return shares / shares.sum()

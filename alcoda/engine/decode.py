@@ -79,7 +79,7 @@ def _decode(
     ids_BT = torch.tensor([list(prompt)], device=device)
     for _ in range(room):
         with autocast(device, dtype):
-            y_BTD = next(model.readouts(ids_BT, [loops], store=store))
+            y_BTD = next(model.readouts(ids_BT, [loops], store=store)).y_BTD
             logits_V = model.logits(y_BTD[0, -1])
         token = pick(logits_V)
         if token is None:

@@ -8,40 +8,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alcoda.config import Choice, PositiveInt
+from alcoda.config import Bool, Choice, PositiveInt
 from alcoda.model.keys import Context, View
+from alcoda.model.norms import RMSNormModule
 from alcoda.model.positions import Rotation, rotate
 from alcoda.model.shape import Cost, Place, Shape, linear, total
+from alcoda.model.value_embed import ValueTable
+
+QK_NORM_EPS = 1e-6
 
 
 class Attention(Choice, axis="attention"):
     """How a token reads earlier tokens."""
 
+    qk_norm: Literal["none", "before_rope", "after_rope"] = "none"
+    """RMSNorm of each head's query and key: with a weight, before they are turned by position (Qwen3), or without one,
+    after (nanochat, LRT: papers.md 4.1). Scores are still divided by sqrt(K)."""
+    qk_bias: Bool = False
+    """A learned bias on queries and keys, before they are turned, where ``block.bias`` gives none (Huginn, papers.md
+    5.4)."""
+
     def kv_heads(self, n_heads: int) -> int:
         """G, the heads of keys and values."""
         return n_heads
 
+    def latent_width(self, d_model: int) -> int | None:
+        """Width of the latent that keys and values are made of; None: they are made of the layer's input."""
+        return None
+
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
+        if self.qk_bias and shape.bias:
+            raise ValueError(
+                "attention.qk_bias is already there with block.bias=true, which puts a bias in every linear map: "
+                "remove qk_bias, or set block.bias to false"
+            )
 
-    def build_keys(self, shape: Shape) -> KeyProjection:
+    def build_keys(self, shape: Shape, values: ValueTable | None) -> KeyProjection:
         """What makes keys and values of what a token is: in each layer, or once of the prelude's output."""
-        return KeyProjection(shape, self.kv_heads(shape.n_heads))
+        return KeyProjection(self, shape, values)
 
-    def build(self, shape: Shape, place: Place) -> AttentionModule:
-        return AttentionModule(shape, self.build_keys(shape) if place.own_keys else None)
+    def build(self, shape: Shape, keys: KeyProjection | None, window: int | None) -> AttentionModule:
+        """Arguments as `AttentionModule`."""
+        return AttentionModule(self, shape, keys, window)
 
     def key_cost(self, shape: Shape) -> Cost:
-        """Of `build_keys`."""
+        """Of `build_keys`, without what the value table costs."""
         d_kv = self.kv_heads(shape.n_heads) * shape.d_head
-        return linear(shape.d_model, d_kv, shape.bias).times(2)._replace(kv=2 * d_kv, latent=2 * d_kv)
+        width = self.latent_width(shape.d_model)
+        down = Cost() if width is None else linear(shape.d_model, width, shape.bias)
+        d_in = shape.d_model if width is None else width
+        maps = [down, linear(d_in, d_kv, shape.bias or self.qk_bias), linear(d_in, d_kv, shape.bias)]
+        return total(*maps, self._norm_cost(shape), Cost(kv=2 * d_kv, latent=2 * d_kv if width is None else width))
 
     def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
         """By term: projections, and scores (queries times keys, weights times values, over ``seq_len`` keys)."""
         d_q = shape.n_heads * shape.d_head
-        maps = [linear(shape.d_model, d_q, shape.bias), linear(d_q, shape.d_model, shape.bias)]
+        maps = [linear(shape.d_model, d_q, shape.bias or self.qk_bias), linear(d_q, shape.d_model, shape.bias)]
         keys = self.key_cost(shape) if place.own_keys else Cost()
-        return {"projections": total(*maps, keys), "scores": Cost(flops=4 * shape.seq_len * d_q)}
+        return {
+            "projections": total(*maps, self._norm_cost(shape), keys),
+            "scores": Cost(flops=4 * shape.seq_len * d_q),
+        }
+
+    def _norm_cost(self, shape: Shape) -> Cost:
+        return Cost(params=shape.d_head if self.qk_norm == "before_rope" else 0)
 
 
 class MultiHead(Attention):
@@ -60,6 +91,7 @@ class GroupedQuery(Attention):
         return self.n_kv_heads
 
     def check(self, shape: Shape) -> None:
+        super().check(shape)
         if shape.n_heads % self.n_kv_heads:
             fits = [n for n in range(1, shape.n_heads + 1) if shape.n_heads % n == 0]
             raise ValueError(
@@ -67,24 +99,63 @@ class GroupedQuery(Attention):
             )
 
 
+class Latent(Attention):
+    """Multi-head latent attention in CART's form (papers.md 2.1): ``c = W_down x``, ``k = W_uk c``, ``v = W_uv c``.
+
+    Queries have full rank, and as many heads as keys. Keys are turned by position on the whole head, not on a part set
+    aside (DeepSeek-V2), so a cache of latents expands them when it reads them.
+    """
+
+    kind: Literal["mla"] = "mla"
+    latent: PositiveInt | None = None
+    """Width of c; d_model / 4 where not set."""
+
+    def latent_width(self, d_model: int) -> int:
+        return self.latent or max(d_model // 4, 1)
+
+
 def split_heads(x_BTE: Tensor, d_head: int) -> Tensor:
     """``[B, T, H K]`` as ``[B, H, T, K]``."""
     return x_BTE.unflatten(-1, (-1, d_head)).transpose(1, 2)
 
 
-class KeyProjection(nn.Module):
-    """``k = W_k x, v = W_v x``."""
+def build_head_norm(config: Attention, d_head: int) -> nn.Module:
+    """The norm of queries or keys, on ``x_BHTK``."""
+    if config.qk_norm == "none":
+        return nn.Identity()
+    return RMSNormModule(d_head, QK_NORM_EPS, weight=config.qk_norm == "before_rope")
 
-    def __init__(self, shape: Shape, n_kv_heads: int) -> None:
+
+def turn(config: Attention, x_BHTK: Tensor, norm: nn.Module, rotation: Rotation | None) -> Tensor:
+    """Queries or keys as the scores take them: normed, and rotated by position."""
+    # The type stays under autocast too: the cache holds one for keys and values.
+    if config.qk_norm == "after_rope":
+        return norm(rotate(x_BHTK, rotation)).to(x_BHTK.dtype)
+    return rotate(norm(x_BHTK).to(x_BHTK.dtype), rotation)
+
+
+class KeyProjection(nn.Module):
+    """``k = W_k c, v = W_v c (+ the token's own)``; c is x, or a latent of it."""
+
+    def __init__(self, config: Attention, shape: Shape, values: ValueTable | None) -> None:
         super().__init__()
-        self.d_head = shape.d_head
-        d_kv = n_kv_heads * shape.d_head
-        self.k = nn.Linear(shape.d_model, d_kv, bias=shape.bias)
-        self.v = nn.Linear(shape.d_model, d_kv, bias=shape.bias)
+        self.config, self.d_head = config, shape.d_head
+        d_kv = config.kv_heads(shape.n_heads) * shape.d_head
+        width = config.latent_width(shape.d_model)
+        d_in = shape.d_model if width is None else width
+        self.latent = nn.Identity() if width is None else nn.Linear(shape.d_model, width, bias=shape.bias)
+        self.k = nn.Linear(d_in, d_kv, bias=shape.bias or config.qk_bias)
+        self.v = nn.Linear(d_in, d_kv, bias=shape.bias)
+        self.k_norm = build_head_norm(config, shape.d_head)
+        self.values = values
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """``k_BGTK`` (turned by its position) and ``v_BGTK`` of tokens ``ids_BT``."""
-        return rotate(split_heads(self.k(x_BTD), self.d_head), rotation), split_heads(self.v(x_BTD), self.d_head)
+        """``k_BGTK`` (normed and turned by its position) and ``v_BGTK`` of tokens ``ids_BT``."""
+        c_BTD = self.latent(x_BTD)
+        k_BGTK, v_BGTK = (split_heads(y_BTE, self.d_head) for y_BTE in (self.k(c_BTD), self.v(c_BTD)))
+        if self.values is not None:
+            v_BGTK = v_BGTK + self.values(x_BTD, ids_BT).to(v_BGTK.dtype)
+        return turn(self.config, k_BGTK, self.k_norm, rotation), v_BGTK
 
 
 class AttentionModule(nn.Module):
@@ -92,25 +163,27 @@ class AttentionModule(nn.Module):
 
     Args:
         keys: projects the layer's own keys; None: it reads the context's frozen ones.
+        window: how many of the last positions it sees; None: all.
     """
 
-    def __init__(self, shape: Shape, keys: KeyProjection | None) -> None:
+    def __init__(self, config: Attention, shape: Shape, keys: KeyProjection | None, window: int | None) -> None:
         super().__init__()
-        self.d_head = shape.d_head
+        self.config, self.d_head, self.window = config, shape.d_head, window
         d_q = shape.n_heads * shape.d_head
-        self.q = nn.Linear(shape.d_model, d_q, bias=shape.bias)
+        self.q = nn.Linear(shape.d_model, d_q, bias=shape.bias or config.qk_bias)
+        self.q_norm = build_head_norm(config, shape.d_head)
         self.keys = keys
         self.out = nn.Linear(d_q, shape.d_model, bias=shape.bias)
 
     def forward(self, x_BTD: Tensor, context: Context, stage: str, layer: int) -> Tensor:
-        q_BHTK = rotate(split_heads(self.q(x_BTD), self.d_head), context.rotation)
+        q_BHTK = turn(self.config, split_heads(self.q(x_BTD), self.d_head), self.q_norm, context.rotation)
         if self.keys is None:
             assert context.frozen is not None
             k_BGSK, v_BGSK = context.frozen[layer]
         else:
             k_BGTK, v_BGTK = self.keys(x_BTD, context.rotation, context.ids_BT)
             k_BGSK, v_BGSK = context.keys(stage, layer, k_BGTK, v_BGTK)
-        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.views[None])
+        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.views[self.window])
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 

@@ -8,11 +8,13 @@ from typing import Literal
 from torch import Tensor, nn
 
 from alcoda.config import Bool, Config
-from alcoda.model.attention import Attention, MultiHead
+from alcoda.model.attention import Attention, KeyProjection, MultiHead
 from alcoda.model.keys import Context
 from alcoda.model.mlp import Mlp, SwiGlu
 from alcoda.model.norms import Norm, RMSNorm
-from alcoda.model.shape import Cost, Place, Shape
+from alcoda.model.shape import Cost, Place, Shape, total
+from alcoda.model.value_embed import NoValueEmbed, ValueEmbed
+from alcoda.model.window import NoWindow, Window
 
 
 class BlockConfig(Config):
@@ -20,21 +22,46 @@ class BlockConfig(Config):
 
     norm: Norm = RMSNorm()
     """The norm of every block, of the loop norm, and of the final norm."""
-    sandwich: Literal["none", "after_add"] = "none"
-    """A second norm around each half: none, or after the residual add (Huginn: ``x = N2(x + f(N1 x))``)."""
+    sandwich: Literal["none", "after_add", "on_branch"] = "none"
+    """A second norm around each half (papers.md 5.4): none, after the residual add (Huginn: ``x = N2(x + f(N1 x))``),
+    or on the branch (Ouro: ``x = x + N2(f(N1 x))``)."""
     attention: Attention = MultiHead()
+    window: Window = NoWindow()
+    value_embed: ValueEmbed = NoValueEmbed()
     mlp: Mlp = SwiGlu()
     bias: Bool = False
     """Biases in the linear maps of the blocks and in LayerNorm."""
 
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError where a choice does not fit the shape."""
+        self.attention.check(shape)
+        self.value_embed.check(shape)
+
+    def windows(self) -> tuple[int, ...]:
+        """The windows that some layer may look through, in tokens: `open_context` makes a view of each."""
+        return self.window.sizes()
+
+    def build_keys(self, shape: Shape, place: Place) -> KeyProjection:
+        """What makes the keys and values that the layer at ``place`` reads: its own, or frozen ones."""
+        n_kv_heads = self.attention.kv_heads(shape.n_heads)
+        return self.attention.build_keys(shape, self.value_embed.build(shape, n_kv_heads, place))
+
+    def key_cost(self, shape: Shape, place: Place) -> Cost:
+        """Of `build_keys`."""
+        return total(self.attention.key_cost(shape), self._value_cost(shape, place))
+
     def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
-        """One block, by term."""
-        n_norms = 4 if self.sandwich == "after_add" else 2
+        """One block, by term. With keys of its own, they are among the attention's projections."""
+        n_norms = 2 if self.sandwich == "none" else 4
         return {
             **{f"attention.{name}": cost for name, cost in self.attention.cost(shape, place).items()},
+            "value_embed": self._value_cost(shape, place) if place.own_keys else Cost(),
             "mlp": self.mlp.cost(shape),
             "norms": Cost(params=n_norms * self.norm.cost(shape).params),
         }
+
+    def _value_cost(self, shape: Shape, place: Place) -> Cost:
+        return self.value_embed.cost(shape, self.attention.kv_heads(shape.n_heads), place)
 
 
 class Block(nn.Module):
@@ -42,17 +69,21 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig, shape: Shape, place: Place) -> None:
         super().__init__()
-        sandwich = config.sandwich == "after_add"
+        keys = config.build_keys(shape, place) if place.own_keys else None
+        self.on_branch = config.sandwich == "on_branch"
         self.attention_norm = config.norm.build(shape)
-        self.attention = config.attention.build(shape, place)
-        self.attention_post = config.norm.build(shape) if sandwich else nn.Identity()
+        self.attention = config.attention.build(shape, keys, config.window.at(place))
+        self.attention_post = nn.Identity() if config.sandwich == "none" else config.norm.build(shape)
         self.mlp_norm = config.norm.build(shape)
         self.mlp = config.mlp.build(shape)
-        self.mlp_post = config.norm.build(shape) if sandwich else nn.Identity()
+        self.mlp_post = nn.Identity() if config.sandwich == "none" else config.norm.build(shape)
 
     def forward(self, x_BTD: Tensor, context: Context, stage: str, layer: int) -> Tensor:
-        x_BTD = self.attention_post(x_BTD + self.attention(self.attention_norm(x_BTD), context, stage, layer))
-        return self.mlp_post(x_BTD + self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), context, stage, layer), self.attention_post)
+        return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_post)
+
+    def _add(self, x_BTD: Tensor, y_BTD: Tensor, post: nn.Module) -> Tensor:
+        return x_BTD + post(y_BTD) if self.on_branch else post(x_BTD + y_BTD)
 
 
 class Stack(nn.Module):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import operator
-from typing import Literal, Self
+from collections.abc import Sequence
+from typing import Self
 
 from pydantic import model_validator
 
 from alcoda.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from alcoda.errors import UsageError
 from alcoda.model.blocks import BlockConfig
+from alcoda.model.embedding import AsItIs, Embedding
+from alcoda.model.head import FinalNorm, Head, NoCap, OwnNorm, SoftCap, Tied
 from alcoda.model.positions import Position, Rope
+from alcoda.model.recurrence.carry import Carry, LastState
+from alcoda.model.recurrence.exit_gate import ExitGate, NoExitGate
 from alcoda.model.recurrence.inject import Inject, NoInject
 from alcoda.model.recurrence.keys import CoreKeys, PerLoop
+from alcoda.model.recurrence.loop_index import LoopIndex, NoLoopIndex
 from alcoda.model.recurrence.loop_norm import LoopNorm, NoLoopNorm
+from alcoda.model.recurrence.readout_map import NoReadoutMap, ReadoutMap
+from alcoda.model.recurrence.route import AllTokens, Route
+from alcoda.model.recurrence.sharing import Sharing, TiedLoops
 from alcoda.model.recurrence.state_init import FromAnchor, StateInit
 from alcoda.model.recurrence.update import Overwrite, Update
 from alcoda.model.shape import Place, Shape
@@ -40,17 +49,23 @@ class ModelConfig(Config):
     """R: the depth that the model is built for. Samplers, evaluation and generation take it where they name none."""
     block: BlockConfig = BlockConfig()
     position: Position = Rope()
-    head: Literal["tied", "untied"] = "tied"
-    """Whether the read-out shares the embedding's weight."""
+    embedding: Embedding = AsItIs()
+    head: Head = Tied()
+    soft_cap: SoftCap = NoCap()
     init_std: PositiveFloat = 0.02
     """Standard deviation of every linear map and embedding at the start (alcoda/model/init.py)."""
     state_init: StateInit = FromAnchor()
+    carry: Carry = LastState()
+    loop_index: LoopIndex = NoLoopIndex()
     inject: Inject = NoInject()
     keys: CoreKeys = PerLoop()
+    sharing: Sharing = TiedLoops()
+    route: Route = AllTokens()
     update: Update = Overwrite()
     loop_norm: LoopNorm = NoLoopNorm()
-    final_norm: Literal["own", "shared", "none"] = "own"
-    """The norm before the head: its own, the loop norm's again (Huginn), or none."""
+    exit_gate: ExitGate = NoExitGate()
+    readout_map: ReadoutMap = NoReadoutMap()
+    final_norm: FinalNorm = OwnNorm()
 
     @property
     def shape(self) -> Shape:
@@ -71,6 +86,21 @@ class ModelConfig(Config):
         """Whether there is a core to loop."""
         return self.n_core > 0
 
+    @property
+    def max_loops(self) -> int | None:
+        """The most loops that the model has; None: any number."""
+        return self.n_loops if not self.is_recurrent or not self.sharing.is_tied or self.route.gathers else None
+
+    @property
+    def n_blocks_run(self) -> int:
+        """Blocks that a token passes at ``n_loops``."""
+        return self.n_prelude + self.n_core * self.n_loops + self.n_coda
+
+    @property
+    def anchor_reaches_loop(self) -> bool:
+        """Whether loops read the prelude's output otherwise than through the state before them."""
+        return self.inject.carries_anchor or self.update.reads_anchor or self.keys.carries_anchor
+
     def check_loops(self, n_loops: int, name: str = "loops") -> int:
         """``n_loops``, if the model can run so many; UsageError otherwise."""
         try:
@@ -83,7 +113,30 @@ class ModelConfig(Config):
             raise UsageError(
                 f"{name}={n_loops}: this model is dense (n_core=0) and has nothing to loop; {name}=1 is its only depth"
             )
+        if self.max_loops is not None and n_loops > self.max_loops:
+            why = f"sharing {self.sharing.kind!r}" if not self.sharing.is_tied else f"route {self.route.kind!r}"
+            raise UsageError(
+                f"{name}={n_loops}: a model with {why} has weights for n_loops={self.max_loops} loops and no more"
+            )
         return n_loops
+
+    def check_readouts(self, loops: Sequence[int], has_store: bool, has_rows: bool) -> None:
+        """Refuse depths that one pass of the model cannot read out."""
+        if list(loops) != sorted(set(loops)) or not loops or loops[0] < 1:
+            raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
+        self.check_loops(loops[-1])
+        if has_store and len(loops) > 1:
+            raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
+        if has_store and not self.route.causal_at_eval:
+            raise ValueError(
+                f"route {self.route.kind!r} without an auxiliary decision looks at the whole text: it cannot decode. "
+                "Train with route.auxiliary loss or router"
+            )
+        if has_rows and self.max_loops is not None:
+            raise ValueError(
+                f"a depth a row with sharing {self.sharing.kind!r} and route {self.route.kind!r}: rows would be at "
+                "different loops of weights that belong to one"
+            )
 
     @model_validator(mode="after")
     def _combination(self) -> Self:
@@ -96,14 +149,14 @@ class ModelConfig(Config):
                 f"n_heads={self.n_heads} must divide d_model={self.d_model}: for example n_heads={near}; or set d_head"
             )
         self.position.check(shape)
-        self.block.attention.check(shape)
+        self.block.check(shape)
         if self.n_prelude + self.n_core + self.n_coda == 0:
             raise ValueError("n_prelude, n_core and n_coda are all 0: a model needs at least one block")
         if self.is_recurrent:
             self._check_recurrent()
         else:
             self._check_dense()
-        if self.final_norm == "shared" and not self.loop_norm.has_norm:
+        if self.final_norm.needs_loop_norm and not self.loop_norm.has_norm:
             raise ValueError(
                 "final_norm 'shared' is the loop norm's weight again: set loop_norm to before_coda or every_loop, or "
                 "final_norm to own"
@@ -111,18 +164,38 @@ class ModelConfig(Config):
         return self
 
     def _check_recurrent(self) -> None:
-        if not (self.state_init.carries_anchor or self.inject.carries_anchor):
+        carriers = (self.state_init, self.inject, self.carry, self.keys)
+        if not any(choice.carries_anchor for choice in carriers):
             raise ValueError(
-                f"state_init {self.state_init.kind!r} with inject {self.inject.kind!r}: the tokens cannot reach the "
-                "loop. Set inject to add or concat, or state_init to anchor"
+                f"state_init {self.state_init.kind!r} with inject {self.inject.kind!r}, carry {self.carry.kind!r} and "
+                f"keys {self.keys.kind!r}: the tokens cannot reach the loop. Set inject to add or concat, keys to "
+                "anchor, carry to hyper, or state_init to anchor"
             )
+        if not self.keys.own_keys and self.route.drops_keys:
+            raise ValueError(
+                f"keys {self.keys.kind!r} with a route {self.route.kind!r} that drops them: tokens that are out would "
+                "lose the anchors that they were given for good. Set route.drop_keys to false"
+            )
+        if self.keys.own_keys and self.route.gathers and not self.route.drops_keys:
+            raise ValueError(
+                f"route.drop_keys=false with keys {self.keys.kind!r}: a token that is out has no key at that depth. "
+                "Set keys to anchor, or route.drop_keys to true"
+            )
+        if self.route.gathers and self.n_loops < 2:
+            raise ValueError(f"route {self.route.kind!r} with n_loops=1 has no choice: set n_loops to 2 or more")
+        if self.update.needs_branches and self.block.sandwich == "after_add":
+            raise ValueError(
+                f"update {self.update.kind!r} with block.sandwich 'after_add': the core's output is the norm of a sum, "
+                "so its branches cannot be told apart. Set sandwich to none or on_branch, or update to lti"
+            )
+        self.keys.check(self.position.rotates)
 
     def _check_dense(self) -> None:
         if self.n_loops != 1:
             raise ValueError(
                 f"n_core=0 has nothing to loop: set n_loops to 1 (got {self.n_loops}), or n_core to 1 or more"
             )
-        for field in ("state_init", "inject", "update", "loop_norm"):
+        for field in LOOP_AXES:
             default = type(self).model_fields[field].default
             chosen = getattr(self, field)
             if chosen != default:
@@ -130,3 +203,19 @@ class ModelConfig(Config):
                     f"n_core=0 has no loop for {field} {chosen.kind!r} to act in: remove it (the null choice is "
                     f"{default.kind!r}), or set n_core to 1 or more"
                 )
+
+
+LOOP_AXES = (
+    "state_init",
+    "carry",
+    "loop_index",
+    "inject",
+    "keys",
+    "sharing",
+    "route",
+    "update",
+    "loop_norm",
+    "exit_gate",
+    "readout_map",
+)
+"""The axes that act in a loop or on what comes out of it."""

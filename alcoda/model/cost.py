@@ -8,8 +8,9 @@ loops (activation checkpointing) one more. KV bytes are of the keys and values t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from alcoda.model.config import ModelConfig
 from alcoda.model.shape import Cost, Shape, total
@@ -32,22 +33,33 @@ class Term:
         forward_flops: one forward pass at the ledger's ``loops``.
         training_flops: one training step's share, at the mean of the training depths.
         kv_bytes: keys and values kept at the ledger's ``loops``.
+        latent_kv_bytes: what they shrink to where latents are kept and expanded when they are read (MLA).
+        effective_params: ``params``, times the loops where one set of weights serves them all.
     """
 
     name: str
     params: int
-    forward_flops: int
-    training_flops: float
+    forward_flops: int | float
+    training_flops: int | float
     kv_bytes: int
+    latent_kv_bytes: int
+    effective_params: int
 
 
 @dataclass(frozen=True)
 class TrainingDepth:
-    """Means over the training depths: loops that run, and loops with gradients; and whether those are recomputed."""
+    """One kind of training pass: how many loops run, how many of them with gradients, whether those are recomputed,
+    how many depths are read out (through coda and head), and at which train step (None: after any warm-up)."""
 
-    loops: float
-    grad_loops: float
+    loops: int
+    grad_loops: int
     recompute: bool = False
+    readouts: float = 1.0
+    train_step: int | None = None
+
+
+Mixture = Sequence[tuple[float, TrainingDepth]]
+"""Training passes with their probabilities."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +81,29 @@ class Ledger:
     @property
     def effective_params(self) -> int:
         """Parameters as if every loop had its own (CART's N_eff)."""
-        return sum(term.params * (self.loops if _loops(term.name) else 1) for term in self.terms)
+        return sum(term.effective_params for term in self.terms)
 
     @property
-    def forward_flops_per_token(self) -> int:
+    def forward_flops_per_token(self) -> int | float:
         return sum(term.forward_flops for term in self.terms)
 
     @property
-    def decode_flops_per_token(self) -> int:
+    def decode_flops_per_token(self) -> int | float:
         """One decoding step against a cache of ``seq_len`` tokens: with every key cached, one forward pass a token."""
         return self.forward_flops_per_token
 
     @property
-    def training_flops_per_token(self) -> float:
+    def training_flops_per_token(self) -> int | float:
         return sum(term.training_flops for term in self.terms)
 
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(term.kv_bytes for term in self.terms)
+
+    @property
+    def latent_kv_bytes_per_token(self) -> int:
+        """What `kv_bytes_per_token` shrinks to where latents are kept (MLA)."""
+        return sum(term.latent_kv_bytes for term in self.terms)
 
     def to_json(self) -> dict[str, Any]:
         """Totals first, then the terms."""
@@ -101,53 +118,124 @@ class Ledger:
             "training_flops_per_token": self.training_flops_per_token,
             "decode_flops_per_token": self.decode_flops_per_token,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "latent_kv_bytes_per_token": self.latent_kv_bytes_per_token,
             "convention": self.convention,
             "terms": [asdict(term) for term in self.terms],
         }
 
 
-_LOOPED = ("inject", "core", "update", "loop_norm")
-
-
-def _loops(name: str) -> bool:
-    return name.split(".")[0] in _LOOPED
-
-
-def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth | None = None) -> Ledger:
+def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth | Mixture | None = None) -> Ledger:
     """The ledger of ``model`` at ``loops`` loops (``n_loops`` where None), training at the depths of ``training``."""
     loops = model.check_loops(model.n_loops if loops is None else loops)
     training = training or TrainingDepth(loops, loops)
+    mixture = [(1.0, training)] if isinstance(training, TrainingDepth) else training
     terms = []
-    for name, cost, count in _parts(model, model.shape):
-        looped = _loops(name)
-        run, run_grad = (training.loops, training.grad_loops) if looped else (1, 1)
-        passes = run + 2 * run_grad + (run_grad if looped and training.recompute else 0)
-        slots = model.keys.n_slots(loops) if looped else 1
+    for part in _parts(model, model.shape):
         terms.append(
             Term(
-                name,
-                params=cost.params * count,
-                forward_flops=cost.flops * count * (loops if looped else 1),
-                training_flops=cost.flops * count * passes,
-                kv_bytes=cost.kv * count * slots * KV_ITEM_BYTES,
+                part.name,
+                params=part.cost.params,
+                forward_flops=_whole(part.cost.flops * part.times(model, 0, loops, None) * part.runs_forward),
+                training_flops=_whole(
+                    sum(share * part.cost.flops * _passes(model, part, depth) for share, depth in mixture)
+                ),
+                kv_bytes=part.cost.kv * part.slots(model, loops) * KV_ITEM_BYTES,
+                latent_kv_bytes=part.cost.latent * part.slots(model, loops) * KV_ITEM_BYTES,
+                effective_params=part.cost.params * (loops if part.shared else 1),
             )
         )
-    return Ledger(loops, model.seq_len, training.loops, training.grad_loops, tuple(terms))
+    mean_loops = sum(share * depth.loops for share, depth in mixture)
+    mean_grad_loops = sum(share * depth.grad_loops for share, depth in mixture)
+    return Ledger(loops, model.seq_len, mean_loops, mean_grad_loops, tuple(terms))
 
 
-def _parts(model: ModelConfig, shape: Shape) -> list[tuple[str, Cost, int]]:
-    """(name, cost of one application, how many there are in one pass or one loop)."""
+def _whole(flops: float) -> int | float:
+    return int(flops) if flops == int(flops) else flops
+
+
+def _passes(model: ModelConfig, part: Part, depth: TrainingDepth) -> float:
+    """Forward passes of the part that one training pass is worth."""
+    run = part.times(model, 0, depth.loops, depth.train_step)
+    grad = part.times(model, depth.loops - depth.grad_loops, depth.loops, depth.train_step)
+    if part.per == "readout":
+        run, grad = run * depth.readouts, grad * depth.readouts
+    recomputed = grad if depth.recompute and part.in_loop else 0
+    return run + 2 * grad + recomputed
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model and how often it is applied.
+
+    Attributes:
+        per: ``pass``; ``readout`` (after the loop); ``loop`` (all tokens, at each loop); ``step`` (tokens that the
+            route lets run, at each loop); ``scores`` (the same, where keys too are only theirs).
+        shared: one set of weights serves all loops.
+        runs_forward: 0 for what a plain forward pass does not ask.
+    """
+
+    name: str
+    cost: Cost
+    per: Literal["pass", "readout", "loop", "step", "scores"] = "pass"
+    shared: bool = False
+    runs_forward: int = 1
+
+    @property
+    def in_loop(self) -> bool:
+        return self.per in ("loop", "step", "scores")
+
+    def times(self, model: ModelConfig, first: int, last: int, train_step: int | None) -> float:
+        """Applications a token in loops ``first`` .. ``last - 1``; of what is in no loop, in one pass."""
+        if not self.in_loop:
+            return 1
+        if self.per == "loop" or not model.route.gathers:
+            return last - first
+        power = 2 if self.per == "scores" else 1
+        n = model.seq_len
+        shares = (model.route.n_run(loop, model.n_loops, n, train_step) / n for loop in range(first, last))
+        return sum(share**power for share in shares)
+
+    def slots(self, model: ModelConfig, loops: int) -> int:
+        """Keys kept a token, at ``loops`` loops."""
+        return model.keys.n_slots(loops) if self.in_loop else 1
+
+
+def _parts(model: ModelConfig, shape: Shape) -> list[Part]:
     norm = model.block.norm
-    d, v = shape.d_model, shape.vocab_size
-    parts: list[tuple[str, Cost, int]] = [("embed", Cost(params=v * d), 1), ("position", model.position.cost(shape), 1)]
-    for stage in ("prelude", "core", "coda"):
-        if stage == "core":
-            parts.append(("inject", model.inject.cost(shape), 1))
-        blocks = [model.block.cost(shape, place) for place in model.places(stage)]
-        parts += [(f"{stage}.{name}", total(*(block[name] for block in blocks)), 1) for name in (blocks or [{}])[0]]
-        if stage == "core":
-            parts.append(("update", model.update.cost(shape), 1))
-            parts.append(("loop_norm", model.loop_norm.cost(norm, shape), 1))
-    final = norm.cost(shape) if model.final_norm == "own" else Cost()
-    head = Cost(params=v * d if model.head == "untied" else 0, flops=2 * v * d)
-    return [part for part in [*parts, ("final_norm", final, 1), ("head", head, 1)] if any(part[1]) and part[2]]
+    parts = [
+        Part("embed", Cost(params=shape.vocab_size * shape.d_model)),
+        Part("embedding", model.embedding.cost(norm, shape)),
+        Part("position", model.position.cost(shape)),
+        *_blocks(model, shape, "prelude"),
+        Part("keys", model.keys.cost(model.block, shape, model.places("core"))),
+        Part("route", model.route.cost(shape, model.n_loops)),
+        Part("route.loop", Cost(flops=model.route.loop_flops(shape)), "loop"),
+        Part("carry", model.carry.cost(shape), "step", shared=True),
+        Part("loop_index", model.loop_index.cost(shape), "step", shared=True),
+        Part("inject", model.inject.cost(norm, shape), "step", shared=True),
+        *_core(model, shape),
+        Part("update", model.update.cost(shape), "step", shared=True),
+        Part("loop_norm", model.loop_norm.cost(norm, shape), "step", shared=True),
+        Part("exit_gate", model.exit_gate.cost(shape), "readout", runs_forward=0),
+        Part("readout_map", model.readout_map.cost(shape), "readout"),
+        *(replace(part, per="readout") for part in _blocks(model, shape, "coda")),
+        Part("final_norm", model.final_norm.cost(norm, shape), "readout"),
+        Part("head", model.head.cost(shape), "readout"),
+    ]
+    return [part for part in parts if any(part.cost)]
+
+
+def _blocks(model: ModelConfig, shape: Shape, stage: str) -> list[Part]:
+    blocks = [model.block.cost(shape, place) for place in model.places(stage)]
+    names = list(dict.fromkeys(name for block in blocks for name in block))
+    return [Part(f"{stage}.{name}", total(*(block.get(name, Cost()) for block in blocks))) for name in names]
+
+
+def _core(model: ModelConfig, shape: Shape) -> list[Part]:
+    """The core's parts, and what the loops have of their own beside them."""
+    stack, parts = _blocks(model, shape, "core"), []
+    for part in stack:
+        own_scores = model.keys.own_keys and part.name.endswith(".scores")
+        parts.append(replace(part, per="scores" if own_scores else "step", shared=model.sharing.shares_stack))
+    own = model.sharing.cost(total(*(part.cost for part in stack)), model.n_loops)
+    return [*parts, Part("core.own", own, "step")]

@@ -6,7 +6,7 @@
 | maps back into the residual stream (RESIDUAL) | N(0, init_std / sqrt(2 L)), L = blocks that run at n_loops |
 | biases | 0 |
 | norm weights | 1 |
-| the gate's last bias, an identity adapter | as their choice says (``init_special``) |
+| the gate's last bias, an identity adapter, the gates of value tables | as their choice says (``init_special``) |
 
 (GPT-2 and nanoGPT; L counts each loop, as in Huginn, because the residual stream adds up every pass.)
 """

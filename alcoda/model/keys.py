@@ -59,7 +59,7 @@ class View(NamedTuple):
 
     def within(self, window: int) -> View:
         """The same view, but of the last ``window`` positions only, the query's own included."""
-        if self.key_pos.size(-1) <= window:
+        if self.pos.dim() == 1 and self.key_pos.size(-1) <= window:  # tagged positions may have gaps
             return self
         near = self.key_pos[..., None, :] > self.pos[..., :, None] - window
         if self.is_causal:
@@ -203,9 +203,54 @@ class Context:
         """Positions of the tokens that run, [T] or [B, T]."""
         return self.views[None].pos
 
-    def at_loop(self, loop: int) -> Context:
+    def at_loop(self, loop: int | Tensor) -> Context:
         """The context of another loop's slots. Without a store all loops share one, so a compiled pass is one graph."""
-        return self if self.store is None else replace(self, loop=loop)
+        return self if self.store is None else replace(self, loop=int(loop))
+
+    def some(self, index_BK: Tensor, runs_BT: Tensor, exact: bool) -> Context:
+        """The context of a loop that some tokens run.
+
+        Args:
+            index_BK: which, in order of position, and behind them others that fill the row up.
+            runs_BT: True for those that run.
+            exact: every row has K of them, so that none is filled up.
+        """
+        base, n_rows = self.views[None], index_BK.size(0)
+        pos_BK = base.pos.expand(n_rows, -1).gather(1, index_BK)
+        if self.frozen is not None:
+            view = View.tagged(pos_BK, base.key_pos.expand(n_rows, -1), base.key_live)
+        elif self.store is not None:
+            view = View.tagged(pos_BK, base.key_pos.expand(n_rows, -1), self.store.ran(self.loop, runs_BT))
+        elif exact and base.is_causal:
+            view = View.causal(pos_BK)
+        else:
+            live_BT = runs_BT if base.key_live is None else runs_BT & base.key_live
+            view = View.tagged(pos_BK, pos_BK, live_BT.gather(1, index_BK))
+        return replace(
+            self,
+            ids_BT=self.ids_BT.gather(1, index_BK),
+            views={window: view if window is None else view.within(window) for window in self.views},
+            rotation=None if self.rotation is None else self.rotation.at(index_BK),
+            index_BK=index_BK,
+        )
+
+    def rows(self, index_N: Tensor) -> Context:
+        """The context of some sequences of the batch, in a pass that keeps no keys."""
+        assert self.store is None
+
+        def pick(x: Tensor | None, batch_dims: int) -> Tensor | None:
+            return x if x is None or x.dim() < batch_dims or x.size(0) == 1 else x[index_N]
+
+        views = {}
+        for window, view in self.views.items():
+            pos, key_pos, live = (pick(x, 2) for x in (view.pos, view.key_pos, view.key_live))
+            assert pos is not None and key_pos is not None
+            views[window] = View(pos, key_pos, live, pick(view.mask, 4), view.is_causal)
+        rotation = self.rotation
+        if rotation is not None and rotation.cos.dim() == 4:
+            rotation = rotation._replace(cos=rotation.cos[index_N], sin=rotation.sin[index_N])
+        frozen = None if self.frozen is None else tuple((k[index_N], v[index_N]) for k, v in self.frozen)
+        return replace(self, ids_BT=self.ids_BT[index_N], views=views, rotation=rotation, frozen=frozen)
 
     def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """All keys and values that this pass's queries read in this layer: ``k_BGSK, v_BGSK``."""

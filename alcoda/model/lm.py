@@ -1,14 +1,15 @@
 """`RecurrentLM`: embed, prelude, a loop of one shared core, coda, head. It names no variant and has no branch on one.
 
 tokens -> embed -> prelude -> e            (the anchor, fixed from here on)
-          loop t = 0 .. r-1:   x = inject(h, e);   y = core(x, keys);   h = loop_norm(update(h, y, e))
-          loop norm -> coda -> norm -> head -> logits
+          loop r = 0 .. n-1, of the tokens that the route lets run it:
+              x = inject(carry(h, r), e);   y = core(x, keys);   h = loop_norm(update(h, x, y, e))
+          loop norm -> read-out map -> coda -> norm -> head -> logits
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,7 @@ from alcoda.model.blocks import Stack
 from alcoda.model.config import ModelConfig
 from alcoda.model.init import init_weights
 from alcoda.model.keys import Context, KeyStore, open_context
-
-
-class State(NamedTuple):
-    """What a loop hands to the next one, a row a token."""
-
-    h_BTD: Tensor
+from alcoda.model.state import Readout, State, in_rows
 
 
 class RecurrentLM(nn.Module):
@@ -35,65 +31,52 @@ class RecurrentLM(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        shape, block = config.shape, config.block
+        shape, block, norm = config.shape, config.block, config.block.norm
         self.config = config
+
+        def stack(stage: str) -> Stack:
+            return Stack(stage, config.places(stage), block, shape)
+
         self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.embedding = config.embedding.build(norm, shape)
         self.position = config.position.build(shape)
-        self.prelude = Stack("prelude", config.places("prelude"), block, shape)
+        self.prelude = stack("prelude")
         self.state_init = config.state_init.build(shape)
-        self.inject = config.inject.build(shape)
-        self.core = Stack("core", config.places("core"), block, shape)
+        self.keys = config.keys.build(block, shape, config.places("core"))
+        self.route = config.route.build(shape, config.n_loops)
+        self.carry = config.carry.build(shape)
+        self.loop_index = config.loop_index.build(shape)
+        self.inject = config.inject.build(norm, shape)
+        self.core = config.sharing.build(lambda: stack("core"), config.n_loops)
         self.update = config.update.build(shape)
-        self.loop_norm = config.loop_norm.build(block.norm, shape)
-        self.coda = Stack("coda", config.places("coda"), block, shape)
-        self.final_norm = block.norm.build(shape) if config.final_norm == "own" else nn.Identity()
-        self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False) if config.head == "untied" else None
+        self.loop_norm = config.loop_norm.build(norm, shape)
+        self.exit_gate = config.exit_gate.build(shape)
+        self.readout_map = config.readout_map.build(shape)
+        self.coda = stack("coda")
+        self.final_norm = config.final_norm.build(norm, shape, self.loop_norm)
+        self.head = config.head.build(shape)
+        self.soft_cap = config.soft_cap.build()
 
     def init(self, seed: int) -> RecurrentLM:
         """Fill the weights from ``seed``; returns the model."""
-        config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            n_blocks_run = config.n_prelude + config.n_core * config.n_loops + config.n_coda
-            init_weights(self, config.init_std, n_blocks_run)
+            init_weights(self, self.config.init_std, self.config.n_blocks_run)
         return self
 
     @property
     def head_weight_VD(self) -> Tensor:
-        """The read-out's weight: the head's own, or the embedding's."""
-        return self.embed.weight if self.head is None else self.head.weight
-
-    def forward(
-        self,
-        ids_BT: Tensor,
-        n_loops: int | None = None,
-        *,
-        n_free: int = 0,
-        recompute: bool = False,
-        pos_BT: Tensor | None = None,
-        live_BT: Tensor | None = None,
-        store: KeyStore | None = None,
-    ) -> Tensor:
-        """Logits ``[B, T, V]`` after ``n_loops`` loops.
-
-        Args:
-            ids_BT: token ids.
-            n_loops: loops of the core; the config's ``n_loops`` where None.
-            n_free: how many of them, from the first, run without gradients (truncated backpropagation in depth).
-            recompute: keep one state a loop instead of every activation, and run each loop again in the backward pass.
-            pos_BT: positions of the tokens; None: they follow what ``store`` holds.
-            live_BT: False for padding, which no query sees; None: all live.
-            store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
-        """
-        n_loops = self.config.n_loops if n_loops is None else n_loops
-        passes = self.readouts(
-            ids_BT, [n_loops], n_free=n_free, recompute=recompute, pos_BT=pos_BT, live_BT=live_BT, store=store
-        )
-        return self.logits(next(passes))
+        """The head's weight: its own, or the embedding's."""
+        return self.head.weight_VD(self.embed)
 
     def logits(self, y_BTD: Tensor) -> Tensor:
-        """The head: ``[B, T, V]`` of what `readouts` yields."""
-        return F.linear(y_BTD, self.head_weight_VD)
+        """The head: ``[B, T, V]`` of a read-out's ``y_BTD``."""
+        return self.soft_cap(F.linear(y_BTD, self.head_weight_VD))
+
+    def forward(self, ids_BT: Tensor, n_loops: int | None = None, **how: Any) -> Tensor:
+        """Logits ``[B, T, V]`` after ``n_loops`` loops (the config's where None); other arguments as `readouts`."""
+        n_loops = self.config.n_loops if n_loops is None else n_loops
+        return self.logits(next(self.readouts(ids_BT, [n_loops], **how)).y_BTD)
 
     def readouts(
         self,
@@ -102,39 +85,50 @@ class RecurrentLM(nn.Module):
         *,
         n_free: int = 0,
         recompute: bool = False,
+        rows: Sequence[int] | None = None,
         pos_BT: Tensor | None = None,
         live_BT: Tensor | None = None,
         store: KeyStore | None = None,
-    ) -> Iterator[Tensor]:
-        """What the head reads, ``[B, T, D]``, at each of the increasing depths ``loops``, from one run to the last.
+    ) -> Iterator[Readout]:
+        """The model at each of the increasing depths ``loops``, from one run to the last.
 
-        With a store, one depth at a time: the coda's keys are written once a pass.
+        Args:
+            ids_BT: token ids.
+            loops: depths that are read out. With a store, one: the coda's keys are written once a pass.
+            n_free: how many loops, from the first, run without gradients (truncated backpropagation in depth).
+            recompute: keep one state a loop instead of every activation, and run each loop again in the backward pass.
+            rows: loops of each row, at most ``loops[-1]``; a row with fewer begins later, so that all end together.
+            pos_BT: positions of the tokens; None: they follow what ``store`` holds.
+            live_BT: False for padding, which no query sees; None: all live.
+            store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
         """
-        if list(loops) != sorted(set(loops)) or not loops or loops[0] < 1:
-            raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
-        if store is not None and len(loops) > 1:
-            raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
-        context = open_context(ids_BT, loops[-1], self.position, (), pos_BT, live_BT, store, self.embed.weight.dtype)
-        e_BTD = self.prelude(self.position.embed(self.embed(ids_BT), context.pos), context)
-        state = State(self.state_init(e_BTD, context.pos))
-        for loop in range(loops[-1]):
-            state = self._loop(state, e_BTD, loop, context, free=loop < n_free, recompute=recompute)
+        self.config.check_readouts(loops, store is not None, rows is not None)
+        n_loops = loops[-1]
+        context = open_context(
+            ids_BT, n_loops, self.position, self.config.block.windows(), pos_BT, live_BT, store, self.embed.weight.dtype
+        )
+        e_BTD = self.prelude(self.position.embed(self.embedding(self.embed(ids_BT)), context.pos), context)
+        inner = self.keys(e_BTD, context)
+        h_BTD = self.state_init(e_BTD, context.pos)
+        state = State(h_BTD, self.carry.start(e_BTD), *self.route.start(e_BTD))
+        for loop in range(n_loops):
+            run = self._recomputed if recompute and torch.is_grad_enabled() else self._loop
+            run = torch.no_grad()(self._loop) if loop < n_free else run
+            state = in_rows(run, state, e_BTD, loop, inner, rows, n_loops)
             if loop + 1 in loops:
-                yield self._finish(state, context)
+                y_BTD = self.coda(self.readout_map(self.loop_norm.before_coda(state.h_BTD)), context)
+                yield Readout(self.core.touch(self.final_norm(y_BTD), loop + 1), state)
 
-    def _loop(self, state: State, e_BTD: Tensor, loop: int, context: Context, free: bool, recompute: bool) -> State:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not free):
-            if recompute and torch.is_grad_enabled():
-                h_BTD = checkpoint(self._one_loop, state, e_BTD, loop, context, use_reentrant=False)
-            else:
-                h_BTD = self._one_loop(state, e_BTD, loop, context)
-        return State(h_BTD)
+    def _recomputed(self, *args: Any) -> State:
+        return checkpoint(self._loop, *args, use_reentrant=False)
 
-    def _one_loop(self, state: State, e_BTD: Tensor, loop: int, context: Context) -> Tensor:
-        x_BTD = self.inject(state.h_BTD, e_BTD)
-        y_BTD = self.core(x_BTD, context.at_loop(self.config.keys.slot_loop(loop)))
-        return self.loop_norm.after_loop(self.update(state.h_BTD, y_BTD, e_BTD))
+    def _loop(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
+        """One loop of all rows. ``loop`` is a tensor [B] where rows are at different ones."""
+        return self.route(self._step, state, e_BTD, loop, context.at_loop(self.config.keys.slot_loop(loop)))
 
-    def _finish(self, state: State, context: Context) -> Tensor:
-        y_BTD = self.coda(self.loop_norm.before_coda(state.h_BTD), context)
-        return self.loop_norm.norm(y_BTD) if self.config.final_norm == "shared" else self.final_norm(y_BTD)
+    def _step(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
+        x_BTD, kept = self.carry(state.h_BTD, state.kept)
+        x_BTD = self.inject(self.loop_index(x_BTD, loop), e_BTD)
+        y_BTD = self.core.at(loop)(x_BTD, context)
+        h_BTD = self.loop_norm.after_loop(self.update(state.h_BTD, x_BTD, y_BTD, e_BTD))
+        return state._replace(h_BTD=h_BTD, kept=kept)

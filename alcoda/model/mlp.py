@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch.nn.functional as F
@@ -25,20 +26,33 @@ class Mlp(Choice, axis="mlp"):
         raise NotImplementedError
 
 
-class Gelu(Mlp):
-    """``W_down gelu(W_up x)`` (GPT-2); width 4d by default."""
-
-    kind: Literal["gelu"] = "gelu"
+class TwoMaps(Mlp):
+    """``W_down f(W_up x)``; width 4d by default."""
 
     def d_ff(self, d_model: int) -> int:
         return 4 * d_model
 
-    def build(self, shape: Shape) -> nn.Module:
-        return GeluModule(shape)
-
     def cost(self, shape: Shape) -> Cost:
         up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
         return total(up, down)
+
+
+class Gelu(TwoMaps):
+    """``W_down gelu(W_up x)`` (GPT-2); width 4d by default."""
+
+    kind: Literal["gelu"] = "gelu"
+
+    def build(self, shape: Shape) -> nn.Module:
+        return TwoMapsModule(shape, F.gelu)
+
+
+class Relu2(TwoMaps):
+    """``W_down relu(W_up x)^2`` (So et al. 2021; nanochat, Parcae); width 4d by default."""
+
+    kind: Literal["relu2"] = "relu2"
+
+    def build(self, shape: Shape) -> nn.Module:
+        return TwoMapsModule(shape, relu2)
 
 
 class SwiGlu(Mlp):
@@ -57,14 +71,20 @@ class SwiGlu(Mlp):
         return total(up, up, down)
 
 
-class GeluModule(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+def relu2(x: Tensor) -> Tensor:
+    """``max(x, 0)^2``."""
+    return F.relu(x).square()
+
+
+class TwoMapsModule(nn.Module):
+    def __init__(self, shape: Shape, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
         self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD)))
+        return self.down(self.activation(self.up(x_BTD)))
 
 
 class SwiGluModule(nn.Module):

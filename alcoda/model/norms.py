@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from alcoda.config import Choice, PositiveFloat
+from alcoda.config import Bool, Choice, PositiveFloat
 from alcoda.model.shape import Cost, Shape
 
 
@@ -28,12 +28,14 @@ class LayerNorm(Norm):
 
     kind: Literal["layernorm"] = "layernorm"
     eps: PositiveFloat = 1e-5
+    weight: Bool = True
+    """Whether it has a learned weight; without one it has no bias either."""
 
     def build(self, shape: Shape) -> nn.Module:
-        return nn.LayerNorm(shape.d_model, eps=self.eps, bias=shape.bias)
+        return nn.LayerNorm(shape.d_model, eps=self.eps, elementwise_affine=self.weight, bias=shape.bias)
 
     def cost(self, shape: Shape) -> Cost:
-        return Cost(params=shape.d_model * (2 if shape.bias else 1))
+        return Cost(params=shape.d_model * (self.weight + (self.weight and shape.bias)))
 
 
 class RMSNorm(Norm):
@@ -41,12 +43,14 @@ class RMSNorm(Norm):
 
     kind: Literal["rmsnorm"] = "rmsnorm"
     eps: PositiveFloat = 1e-6
+    weight: Bool = True
+    """Whether it has a learned weight (nanochat and LRT have none, papers.md 4.1)."""
 
     def build(self, shape: Shape) -> nn.Module:
-        return RMSNormModule(shape.d_model, self.eps)
+        return RMSNormModule(shape.d_model, self.eps, self.weight)
 
     def cost(self, shape: Shape) -> Cost:
-        return Cost(params=shape.d_model)
+        return Cost(params=shape.d_model if self.weight else 0)
 
 
 class RMSNormModule(nn.RMSNorm):
@@ -56,11 +60,11 @@ class RMSNormModule(nn.RMSNorm):
     composite backward pass is 2.5 times slower (docs/LOG.md).
     """
 
-    def __init__(self, d_model: int, eps: float) -> None:
-        super().__init__(d_model, eps=eps)
+    def __init__(self, width: int, eps: float, weight: bool = True) -> None:
+        super().__init__(width, eps=eps, elementwise_affine=weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight_D = self.weight.to(x.dtype)
+        weight_D = None if self.weight is None else self.weight.to(x.dtype)
         trains = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
         if trains and x.device.type == "cpu":
             return FusedRMSNorm.apply(x, weight_D, self.eps)
@@ -70,24 +74,26 @@ class RMSNormModule(nn.RMSNorm):
 class FusedRMSNorm(torch.autograd.Function):
     """``y = x r w``, ``r = 1 / sqrt(mean(x^2) + eps)``, in as few passes over memory as plain torch allows.
 
-    With ``n = x r`` and ``t = g n``: ``dw = sum t`` over rows, ``dx = r (g w - n mean(t w))``.
+    With ``n = x r`` and ``t = g n``: ``dw = sum t`` over rows, ``dx = r (g w - n mean(t w))``. No weight is ``w = 1``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
         r = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight_D, r)
         ctx.eps = eps
-        return (x * r).mul_(weight_D)
+        return x * r if weight_D is None else (x * r).mul_(weight_D)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight_D, r = ctx.saved_tensors
         (g,) = grads
         if torch.is_grad_enabled():  # a second derivative must see how r depends on x
             r = _inverse_rms(x, ctx.eps)
         n = x * r
         t = g * n
+        if weight_D is None:
+            return torch.addcmul(g, n, t.mean(-1, keepdim=True), value=-1).mul_(r), None, None
         with torch.autocast(x.device.type, enabled=False):  # where backward() is called inside one
             mean = (t @ weight_D)[..., None] / -x.size(-1)
         return torch.addcmul(g * weight_D, n, mean).mul_(r), t.flatten(0, -2).sum(0), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from alcoda.model.shape import Cost, Shape
 
 class Position(Choice, axis="position"):
     """How the model knows the order of its tokens."""
+
+    rotates: ClassVar[bool] = False
+    """Whether queries and keys are turned."""
 
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
@@ -50,6 +53,7 @@ class Rope(Position):
     """Rotary embedding of queries and keys (Su et al. 2021)."""
 
     kind: Literal["rope"] = "rope"
+    rotates: ClassVar[bool] = True
     base: PositiveFloat = 10_000.0
     pairs: Literal["half", "interleaved"] = "half"
     """Which dimensions turn together: i and i + K/2 (rotate-half: GPT-NeoX, Llama, Ouro), or 2i and 2i + 1 (Huginn)."""

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 def total(*costs: Cost) -> Cost:
     """The sum of parts."""
-    return Cost(*map(sum, zip(*costs, strict=True))) if costs else Cost()
+    return Cost(*(sum(cost[i] for cost in costs) for i in range(len(Cost._fields))))
 
 
 def linear(d_in: int, d_out: int, bias: bool = False) -> Cost:

@@ -82,7 +82,7 @@ def _curves(key: str, columns: Sequence[tuple[Run, np.ndarray]], what: str, from
             style = dash(i) if len(columns) > 1 else "-"
             few: dict[str, Any] = {"marker": marker(i), "markersize": 3} if len(x_N) == 1 else {}
             handles += ax.plot(*thin(x_N, mean_N), color=series(i), linestyle=style, **few)
-        _step_axis(ax, what)
+        step_axis(ax, what)
         if from_zero:
             ax.set_ylim(bottom=0)
             ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
@@ -121,7 +121,7 @@ def valid_figure(runs: Sequence[Run], source: str) -> str | None:
             y_N = np.array([point.bits_per_byte for point in points])
             sparse: dict[str, Any] = {"marker": mark, "markersize": 3} if len(points) <= 20 else {}
             handles += ax.plot(*thin(x_N, y_N), color=color, linestyle=style, **sparse)
-        _step_axis(ax, "bits per byte")
+        step_axis(ax, "bits per byte")
         legend(fig, handles, [line[0] for line in lines])
 
     spoken = "; ".join(f"{line[0]}: {bits(line[4][-1].bits_per_byte)} at the end" for line in lines)
@@ -174,7 +174,8 @@ def loops_figure(runs: Sequence[Run]) -> str | None:
     return draw("loops", f"Histogram of the loops drawn for each train step. {spoken}.", paint)
 
 
-def _step_axis(ax: Axes, what: str) -> None:
+def step_axis(ax: Axes, what: str) -> None:
+    """Axes of ``what`` against train step."""
     ax.set_xlabel("train step")
     ax.set_ylabel(what)
     ax.grid(visible=False, axis="x")

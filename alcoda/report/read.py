@@ -62,6 +62,18 @@ class ValidPoint:
 
 
 @dataclass(frozen=True)
+class LoopPoint:
+    """A number that a diagnostic pass took inside the loop: a mean with its quantiles, or one value (they are None)."""
+
+    train_step: int
+    loop: int
+    name: str
+    mean: float
+    q10: float | None
+    q90: float | None
+
+
+@dataclass(frozen=True)
 class DepthPoint:
     """The result at one depth: loss in nats a token, and bits per byte with its 95% interval (None: not measured)."""
 
@@ -120,6 +132,7 @@ class Run:
     ledger: Ledger | None
     curve: TrainCurve
     valid: tuple[ValidPoint, ...]
+    inside: tuple[LoopPoint, ...]
     evaluation: Evaluation | None
     samples: tuple[Sample, ...]
     last: Fields
@@ -187,7 +200,8 @@ def read_run(folder: Path) -> Run:
         recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{folder / 'recipe.yaml'}: not readable as UTF-8 text ({error})") from error
-    train, valid, notes = _metrics(folder / "metrics.jsonl")
+    lines, notes = _metrics(folder / "metrics.jsonl")
+    train = [line for line in lines if line.text("type") == "train"]
     last = train[-1] if train else Fields({}, "metrics.jsonl")
     name = info.text("name") or folder.resolve().name
     return Run(
@@ -197,7 +211,8 @@ def read_run(folder: Path) -> Run:
         recipe=recipe,
         ledger=_ledger(info.child("ledger")) if "ledger" in info else None,
         curve=_curve(train),
-        valid=_valid(valid),
+        valid=_valid([line for line in lines if line.text("type") == "eval"]),
+        inside=_inside([line for line in lines if line.text("type") == "diagnostics"]),
         evaluation=_evaluation(folder / "eval.json"),
         samples=_samples(folder / "samples.json"),
         last=last,
@@ -239,25 +254,22 @@ def _ledger(data: Fields) -> Ledger:
     )
 
 
-def _metrics(path: Path) -> tuple[list[Fields], list[Fields], tuple[str, ...]]:
+def _metrics(path: Path) -> tuple[list[Fields], tuple[str, ...]]:
     if not path.is_file():
-        return [], [], ()
-    train: list[Fields] = []
-    valid: list[Fields] = []
+        return [], ()
+    entries: list[Fields] = []
     lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     notes: tuple[str, ...] = ()
     for position, (number, line) in enumerate(lines):
         try:
-            entry = Fields(json.loads(line), f"{path} line {number}")
+            entries.append(Fields(json.loads(line), f"{path} line {number}"))
         except (ValueError, RunError) as error:
             # A crash can cut the line that was being written, which is the last one; no other line can be short.
             if position == len(lines) - 1:
                 notes = ("The last line of metrics.jsonl is incomplete (the run was cut off there) and is left out.",)
                 break
             raise RunError(f"{path} line {number} is not a JSON object; the file is damaged ({error})") from error
-        if entry.text("type") in ("train", "eval"):
-            (train if entry.text("type") == "train" else valid).append(entry)
-    return train, valid, notes
+    return entries, notes
 
 
 def _curve(lines: Sequence[Fields]) -> TrainCurve:
@@ -278,6 +290,22 @@ def _valid(lines: Sequence[Fields]) -> tuple[ValidPoint, ...]:
     for line in lines:
         key = (line.text("source", "valid"), line.integer("loops"), line.integer("train_step"))
         points[key] = ValidPoint(key[2], key[0], key[1], line.number("bits_per_byte"))
+    return tuple(points[key] for key in sorted(points))
+
+
+_ABOUT = ("type", "train_step", "loop", "loops")
+
+
+def _inside(lines: Sequence[Fields]) -> tuple[LoopPoint, ...]:
+    points = {}
+    for line in lines:
+        step, loop = line.integer("train_step"), line.integer("loop")
+        for key in line.data:
+            if key in _ABOUT or key.endswith((".q10", ".q50", ".q90")):
+                continue
+            name = key.removesuffix(".mean")
+            quantiles = line.maybe_number(f"{name}.q10"), line.maybe_number(f"{name}.q90")
+            points[step, loop, name] = LoopPoint(step, loop, name, line.number(key), *quantiles)
     return tuple(points[key] for key in sorted(points))
 
 

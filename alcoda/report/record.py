@@ -100,6 +100,8 @@ def _facts(run: Run) -> dict[str, str]:
         ("Status", run.status),
         ("Command", info.text("command")),
         ("Commit", _commit(info)),
+        ("Started from", _start(info.child("init_from"))),
+        *((f"plugin: {one.text('name')}", one.text("sha256")) for one in info.children("plugins")),
         *_named("", info.child("versions"), "version"),
         *_named("seed: ", info.child("seeds")),
         *_named("machine: ", info.child("machine")),
@@ -122,6 +124,13 @@ def _commit(info: Fields) -> str:
     if not commit:
         return "unknown"
     return f"{commit} (with uncommitted changes)" if dirty else commit
+
+
+def _start(start: Fields) -> str:
+    if not start.data:
+        return ""
+    step, sha256 = start.integer("train_step"), start.text("sha256")
+    return f"{start.text('run')}, train step {step:,} (weights sha256 {sha256})"
 
 
 def _data(data: Fields) -> str:

@@ -124,9 +124,14 @@ def _read(path: Path, name: str, load: Callable[[Path], Any]) -> Any:
         raise RunError(f"the checkpoint {path} is damaged: {name} cannot be read ({error}).{_way_out(path)}") from None
 
 
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's weights, on the CPU."""
+    return _read(path, WEIGHTS, load_file)
+
+
 def load_weights(path: Path, model: RecurrentLM) -> None:
     """Fill ``model`` from a checkpoint, name by name."""
-    have, want = _read(path, WEIGHTS, load_file), model.state_dict()
+    have, want = read_weights(path), model.state_dict()
     wrong = [f"missing {name}" for name in want if name not in have]
     wrong += [f"unknown {name}" for name in have if name not in want]
     wrong += [

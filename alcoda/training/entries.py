@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from alcoda.config import Choice, Config
 from alcoda.errors import UsageError, did_you_mean
+from alcoda.plugins import load_entry_points
 from alcoda.training.recipe import Recipe
 
 
@@ -33,6 +34,7 @@ def describe_entries(below: str = "") -> list[Entry]:
     Raises:
         UsageError: no entry of that name.
     """
+    load_entry_points()
     found = list(_entries(Recipe, "", below))
     kept = [e for e in found if not below or e.name == below or e.name.startswith((f"{below}.", f"{below}: "))]
     if not kept:

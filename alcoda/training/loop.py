@@ -7,30 +7,30 @@ import threading
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from alcoda import progress
+from alcoda import plugins, progress
 from alcoda.data.batches import Batch
 from alcoda.data.prepare import Data, prepare
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.depth.sample import LoopPlan
+from alcoda.depth.plan import LoopPlan
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, remove_abandoned, write_text
-from alcoda.model.cost import TrainingDepth, ledger
+from alcoda.model.blocks import Stack
 from alcoda.training import checkpoint
 from alcoda.training.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.load import check_tokenizer
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder, provenance
-from alcoda.training.score import score
+from alcoda.training.start import start
 from alcoda.training.stop import stop_on_signal
 from alcoda.training.track import Trackers, check_trackers
+from alcoda.training.trainable import freeze
+from alcoda.training.validate import validation
 from alcoda.training.window import Window
 
 SMALL_VALID_BYTES = 20_000
@@ -91,6 +91,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
         trainer = Trainer(recipe, run, data, device, dtype)
         if saved:
             trainer.restore(saved[-1])
+        else:
+            trainer.started = start(recipe, trainer.model, data.tokenizer, run)
         # All that can be refused has been: from here on the folder is a run.
         remove_abandoned(run.path)
         remove_abandoned(run.checkpoints)
@@ -104,7 +106,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
 def notes(recipe: Recipe, data: Data) -> list[str]:
     """What the user should know before the first step."""
     found = list(data.notes)
-    schedule, steps = recipe.train.schedule, recipe.train.steps
+    schedule, steps = recipe.train.schedule, recipe.n_steps
     if schedule.warmup_steps >= steps:
         found.append(
             f"the warm-up of {schedule.warmup_steps} steps (train.schedule.warmup_steps) is not over after {steps} "
@@ -134,10 +136,12 @@ class Trainer:
     def __init__(self, recipe: Recipe, run: RunFolder, data: Data, device: torch.device, dtype: torch.dtype) -> None:
         self.recipe, self.run, self.data, self.device, self.dtype = recipe, run, data, device, dtype
         self.model = checkpoint.build(recipe.model, device).init(recipe.train.seed)
+        freeze(self.model, recipe.trainable)
         self.batches = data.batches(recipe.train.batch_size, recipe.model.seq_len, recipe.train.seed)
         self.optimizers = recipe.train.optimizer.build(self.model)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.token_bytes_V = data.tokenizer.token_bytes_V
+        self.n_steps = recipe.n_steps
         self.train_step = 0
         self.tokens = 0
         self.executed_flops = 0.0
@@ -146,7 +150,8 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.batch_state: Any = None
         self.saved_step: int | None = None
-        self.step_flops = lru_cache(maxsize=None)(self._step_flops)
+        self.step_flops = recipe.step_flops
+        self.started: dict[str, Any] = {}
         torch.manual_seed(recipe.train.seed)
 
     def run_to_end(self) -> TrainResult:
@@ -180,22 +185,23 @@ class Trainer:
         self.model.train()
         since = self._window()
         began = time.perf_counter() - self.wall_s
-        with progress.bar("training", config.steps, self.train_step) as advance:
-            while self.train_step < config.steps:
+        with progress.bar("training", self.n_steps, self.train_step) as advance:
+            while self.train_step < self.n_steps:
                 if stop.is_set():
                     self._save()
                     return "stopped"
                 batch, batch_state = next(self.batches)
-                plan = self.recipe.depth.draw(config.seed, self.train_step)
+                plan = self._plan(self.train_step)
                 lr = self._set_lr()
+                self.model.route.train_step = self.train_step
                 loss, grad_norm = self._step(batch, plan)
                 self.train_step += 1
                 self.batch_state = batch_state
                 self.tokens += batch.inputs_BT.size
-                self.executed_flops += self.step_flops(plan) * batch.inputs_BT.size
+                self.executed_flops += self.step_flops(plan, self.train_step - 1) * batch.inputs_BT.size
                 self.loss, self.wall_s = loss, time.perf_counter() - began
-                since.add(plan.n_loops)
-                last = self.train_step == config.steps
+                since.add(plan)
+                last = self.train_step == self.n_steps
                 note = f"loss {loss:.3f}  {since.tokens_per_s(self):,.0f} tokens/s  {since.mean_loops():.1f} loops"
                 advance(1, note)
                 if self.train_step % config.log_every == 0 or last or self.train_step == 1:
@@ -212,12 +218,15 @@ class Trainer:
                     since = self._window()  # validation is not training speed
         return "finished"
 
+    def _plan(self, train_step: int) -> LoopPlan:
+        config = self.recipe.train
+        return self.recipe.depth.draw(config.seed, train_step, config.batch_size)
+
     def _window(self) -> Window:
         """What happened since the last logged step. Depths are known of every step, also of an earlier session."""
         every = self.recipe.train.log_every
         logged = max(self.train_step - self.train_step % every, min(self.train_step, 1))
-        plans = (self.recipe.depth.draw(self.recipe.train.seed, n) for n in range(logged, self.train_step))
-        return Window(self.wall_s, self.tokens, [plan.n_loops for plan in plans])
+        return Window(self.wall_s, self.tokens, map(self._plan, range(logged, self.train_step)))
 
     def _step(self, batch: Batch, plan: LoopPlan) -> tuple[float, float]:
         """One optimizer step; the loss in nats a token, and the norm of the gradients before clipping."""
@@ -226,11 +235,11 @@ class Trainer:
         targets_BT = torch.from_numpy(batch.targets_BT).to(self.device)
         n_scored = max(int((batch.targets_BT >= 0).sum()), 1)
         total = 0.0
-        for inputs, targets in zip(
-            inputs_BT.chunk(config.micro_batches), targets_BT.chunk(config.micro_batches), strict=True
-        ):
+        n_parts = config.micro_batches
+        for i, (inputs, targets) in enumerate(zip(inputs_BT.chunk(n_parts), targets_BT.chunk(n_parts), strict=True)):
+            part = plan.part(i, n_parts)
             with autocast(self.device, self.dtype):
-                loss = self.recipe.objective.loss_sum(self.model, inputs, targets, plan, config.recompute) / n_scored
+                loss = self.recipe.objective.loss_sum(self.model, inputs, targets, part, config.recompute) / n_scored
             loss.backward()
             total += loss.item()
         if not math.isfinite(total):
@@ -256,7 +265,7 @@ class Trainer:
         return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
 
     def _set_lr(self) -> float:
-        factor = self.recipe.train.schedule.factor(self.train_step, self.recipe.train.steps)
+        factor = self.recipe.train.schedule.factor(self.train_step, self.n_steps)
         for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -264,43 +273,11 @@ class Trainer:
 
     def _validate(self, trackers: Trackers) -> bool:
         """Score the beginning of the validation text; whether the model is the best so far at n_loops."""
-        config, at_nominal = self.recipe.eval, {}
-        for name, stream in self.data.split("valid").items():
-            nats_L, n_bytes, n_scored = np.zeros(len(config.loops)), 0, 0
-            for scored in score(
-                self.model,
-                stream,
-                self.token_bytes_V,
-                config.loops,
-                batch_size=config.batch_size,
-                max_tokens=config.tokens,
-                dtype=self.dtype,
-            ):
-                nats_L += scored.nats_LN.sum(1)
-                n_bytes += int(scored.bytes_N.sum())
-                n_scored += int((scored.bytes_N > 0).sum())
-            if not n_bytes:
-                raise UsageError(f"{name}: its first {config.tokens} tokens stand for no text; raise eval.tokens")
-            for loops, nats in zip(config.loops, nats_L, strict=True):
-                bits = float(nats) / math.log(2) / n_bytes
-                if loops == self.recipe.model.n_loops:
-                    at_nominal[name] = bits
-                if not math.isfinite(bits):
-                    progress.say(f"{name}: the loss at {loops} loops is not finite at train step {self.train_step}")
-                    continue
-                trackers.log(
-                    {
-                        "type": "eval",
-                        "train_step": self.train_step,
-                        "source": name,
-                        "loops": loops,
-                        "loss": float(nats) / n_scored,
-                        "bits_per_byte": bits,
-                    }
-                )
-        bits = sum(at_nominal.values()) / len(at_nominal)
+        records, bits = validation(self)
+        for record in records:
+            trackers.log(record)
         if not math.isfinite(bits):
-            if self.train_step == self.recipe.train.steps:
+            if self.train_step == self.n_steps:
                 raise RunError(
                     f"the model diverged: its validation loss is not finite after the last step, {self.train_step}. "
                     f"{self._last_good()}. Lower the learning rate (train.optimizer.lr) or clip harder (train.clip)"
@@ -353,12 +330,9 @@ class Trainer:
         self.saved_step = self.train_step
 
     def _compile(self) -> None:
-        for stack in (self.model.prelude, self.model.core, self.model.coda):
-            stack.compile()
-
-    def _step_flops(self, plan: LoopPlan) -> float:
-        depth = TrainingDepth(plan.n_loops, plan.n_grad, self.recipe.train.recompute)
-        return ledger(self.recipe.model, None, depth).training_flops_per_token
+        for module in self.model.modules():
+            if isinstance(module, Stack):
+                module.compile()
 
     def _begin_record(self) -> None:
         recipe = self.recipe
@@ -368,6 +342,8 @@ class Trainer:
             "status": "running",
             **provenance(),
             "seeds": {"train": recipe.train.seed, "data": recipe.data.seed},
+            "plugins": plugins.used(),
+            **self.started,
             "machine": describe(self.device, self.dtype),
             "data": self.data.describe(),
             "ledger": recipe.ledger().to_json(),
@@ -380,6 +356,8 @@ class Trainer:
         }
         if self.run.run_json.exists():
             before = self.run.record()
+            for name in plugins.changed(before.get("plugins", [])):
+                progress.say(f"the plugin {name} is not the one that the run was begun with")
             record["created"] = before["created"]
             record["sessions"] = [*before.get("sessions", []), {k: before[k] for k in ("commit", "command", "machine")}]
         self.run.update_record(**record)

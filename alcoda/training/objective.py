@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from alcoda.config import Choice
+from alcoda.config import Choice, NonNegativeFloat, PositiveFloat
 from alcoda.data.batches import NOT_SCORED
-from alcoda.depth.sample import LoopPlan
+from alcoda.depth.plan import LoopPlan
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.recurrence.exit_gate import exit_prior
+from alcoda.model.state import Readout
 
 LOSS_ROWS = 1024
-"""Tokens whose logits are made at one time."""
+"""Tokens whose logits are made at one time: those of a whole batch are the largest tensor of a step by far, and fall
+out of every cache."""
 
 
 class Objective(Choice, axis="objective"):
     """A loss over the read-outs of one pass."""
+
+    needs_exit_gate: ClassVar[bool] = False
+    """Whether it trains the model's exit gate, which learns from nothing else."""
+    reads_inner_loops: ClassVar[bool] = False
+    """Whether it reads depths before the last, which rows of their own depth do not share."""
+
+    def n_readouts(self, n_loops: int) -> float:
+        """Mean number of depths that go through coda and head in a pass of ``n_loops``."""
+        return 1.0
 
     def loss_sum(
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
@@ -35,11 +47,100 @@ class NextToken(Objective):
     def loss_sum(
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
     ) -> Tensor:
-        y_BTD = next(model.readouts(inputs_BT, [plan.n_loops], n_free=plan.n_free, recompute=recompute))
-        # In parts: logits of a whole batch are the largest tensor of a step by far, and fall out of every cache.
-        parts = zip(y_BTD.flatten(0, 1).split(LOSS_ROWS), targets_BT.flatten().split(LOSS_ROWS), strict=True)
-        losses = [
-            F.linear_cross_entropy(y_ND, model.head_weight_VD, target_N, reduction="sum", ignore_index=NOT_SCORED)
-            for y_ND, target_N in parts
-        ]
-        return torch.stack(losses).sum()
+        last = next(_readouts(model, inputs_BT, [plan.n_loops], plan, recompute))
+        return _nats_sum(model, last, targets_BT) + _auxiliary(last, targets_BT)
+
+
+class PerLoop(Objective):
+    """Cross-entropy after every loop, weighed by a learned exit prior that is kept from collapsing (Ouro, papers.md
+    5.4): ``sum_t p_t CE_t - beta H(p)``, p from the model's exit gate, for each token.
+    """
+
+    kind: Literal["per_loop"] = "per_loop"
+    needs_exit_gate: ClassVar[bool] = True
+    reads_inner_loops: ClassVar[bool] = True
+    beta: NonNegativeFloat = 0.1
+    """Weight of the prior's entropy: a pull towards the uniform one."""
+
+    def n_readouts(self, n_loops: int) -> float:
+        return n_loops
+
+    def loss_sum(
+        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
+    ) -> Tensor:
+        gates, nats = [], []
+        for readout in _readouts(model, inputs_BT, range(1, plan.n_loops + 1), plan, recompute):
+            gates.append(model.exit_gate(readout.state.h_BTD).float().flatten())
+            nats.append(torch.cat(_nats(model, readout, targets_BT, "none")))
+        prior_RN = exit_prior(gates)
+        entropy_N = -torch.xlogy(prior_RN, prior_RN.clamp(min=TINY)).sum(0)
+        loss_N = (prior_RN * torch.stack(nats)).sum(0) - self.beta * entropy_N
+        return (loss_N * _is_scored(targets_BT)).sum() + _auxiliary(readout, targets_BT)
+
+
+TINY = 1e-30
+
+
+class SelfDistill(Objective):
+    """Next token after the last loop, and a shallower one taught by it: ``CE_R + weight KL(p_R || p_s)``, s uniform in
+    1 .. R - 1, new at every pass, the teacher without gradient.
+    """
+
+    kind: Literal["self_distill"] = "self_distill"
+    reads_inner_loops: ClassVar[bool] = True
+    weight: PositiveFloat = 0.5
+
+    def n_readouts(self, n_loops: int) -> float:
+        return min(n_loops, 2)
+
+    def loss_sum(
+        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
+    ) -> Tensor:
+        loops = [plan.n_loops]
+        if plan.n_loops > 1:
+            loops = [int(torch.randint(1, plan.n_loops, ())), plan.n_loops]
+        *shallow, last = _readouts(model, inputs_BT, loops, plan, recompute)
+        loss = _nats_sum(model, last, targets_BT) + _auxiliary(last, targets_BT)
+        for student in shallow:
+            loss = loss + self.weight * self._kl_sum(model, last, student, targets_BT)
+        return loss
+
+    def _kl_sum(self, model: RecurrentLM, teacher: Readout, student: Readout, targets_BT: Tensor) -> Tensor:
+        parts = zip(_parts(teacher.y_BTD), _parts(student.y_BTD), _is_scored(targets_BT).split(LOSS_ROWS), strict=True)
+        sums = []
+        for teacher_ND, student_ND, scored_N in parts:
+            with torch.no_grad():
+                log_p_NV = torch.log_softmax(model.logits(teacher_ND).float(), -1)
+            log_q_NV = torch.log_softmax(model.logits(student_ND).float(), -1)
+            sums.append(((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1) * scored_N).sum())
+        return torch.stack(sums).sum()
+
+
+def _readouts(
+    model: RecurrentLM, inputs_BT: Tensor, loops: list[int] | range, plan: LoopPlan, recompute: bool
+) -> Iterator[Readout]:
+    return model.readouts(inputs_BT, loops, n_free=plan.n_free, recompute=recompute, rows=plan.rows)
+
+
+def _parts(x_BTD: Tensor) -> tuple[Tensor, ...]:
+    return x_BTD.flatten(0, 1).split(LOSS_ROWS)
+
+
+def _is_scored(targets_BT: Tensor) -> Tensor:
+    return targets_BT.flatten() != NOT_SCORED
+
+
+def _nats_sum(model: RecurrentLM, readout: Readout, targets_BT: Tensor) -> Tensor:
+    return torch.stack(_nats(model, readout, targets_BT, "sum")).sum()
+
+
+def _nats(model: RecurrentLM, readout: Readout, targets_BT: Tensor, reduction: str) -> list[Tensor]:
+    """Cross-entropy of the targets that are scored, in parts."""
+    head_VD = model.head_weight_VD
+    parts = zip(_parts(readout.y_BTD), targets_BT.flatten().split(LOSS_ROWS), strict=True)
+    return [model.soft_cap.nats(y_ND, head_VD, target_N, NOT_SCORED, reduction) for y_ND, target_N in parts]
+
+
+def _auxiliary(readout: Readout, targets_BT: Tensor) -> Tensor | float:
+    aux_BT = readout.state.aux_BT
+    return 0.0 if aux_BT is None else (aux_BT.flatten() * _is_scored(targets_BT)).sum()

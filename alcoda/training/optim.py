@@ -20,7 +20,7 @@ class OptimizerConfig(Choice, axis="optimizer"):
     """How gradients become steps."""
 
     def build(self, model: nn.Module) -> list[Optimizer]:
-        """One or two optimizers that between them own every parameter once."""
+        """One or two optimizers that between them own every parameter that learns once, and no other."""
         raise NotImplementedError
 
 
@@ -34,7 +34,7 @@ class AdamW(OptimizerConfig):
     weight_decay: NonNegativeFloat = 0.1
 
     def build(self, model: nn.Module) -> list[Optimizer]:
-        return [self.over(list(model.parameters()))]
+        return [self.over([p for p in model.parameters() if p.requires_grad])]
 
     def over(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer over some of the parameters."""
@@ -60,18 +60,23 @@ class Muon(OptimizerConfig):
 
     def build(self, model: nn.Module) -> list[Optimizer]:
         matrices = [
-            module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not model.head
+            module.weight
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and module is not model.head and module.weight.requires_grad
         ]
         owned = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if id(p) not in owned]
-        muon = torch.optim.Muon(
-            matrices,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            adjust_lr_fn=self.adjust_lr_fn,
-        )
-        return [muon, self.adamw.over(rest)]
+        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
+        built: list[Optimizer] = []
+        if matrices:  # with trainable, one of the two may have nothing to do
+            muon = torch.optim.Muon(
+                matrices,
+                lr=self.lr,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                adjust_lr_fn=self.adjust_lr_fn,
+            )
+            built.append(muon)
+        return [*built, self.adamw.over(rest)] if rest else built
 
 
 class Schedule(Config):

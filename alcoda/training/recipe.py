@@ -15,15 +15,25 @@ from alcoda.data.config import DataConfig
 from alcoda.depth.sample import Depth, Fixed
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.config import ModelConfig
-from alcoda.model.cost import Ledger, TrainingDepth, ledger
+from alcoda.model.cost import Ledger, ledger
+from alcoda.plugins import load_entry_points
+from alcoda.training.budget import Budget, StepFlops
+from alcoda.training.library import find_recipe
 from alcoda.training.objective import NextToken, Objective
 from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
+from alcoda.training.overlay import Overlay, overlay_all
+from alcoda.training.trainable import InitFrom, check_trainable
+
+DEFAULT_STEPS = 1000
 
 
 class TrainConfig(Config):
     """How the weights are trained. One train step sees batch_size x seq_len tokens, in micro_batches parts."""
 
-    steps: PositiveInt = 1000
+    steps: PositiveInt | None = None
+    """Optimizer steps; 1000 where neither steps nor a budget is set."""
+    budget: Budget | None = None
+    """In place of steps: {flops: X}, {tokens: X} or {tokens_per_param: X} (of stored parameters); equal spend."""
     batch_size: PositiveInt = 8
     """Rows of seq_len tokens in one optimizer step."""
     micro_batches: PositiveInt = 1
@@ -80,6 +90,8 @@ class Recipe(Config):
 
     name: str = "run"
     description: str = ""
+    source: str = ""
+    """Where the design is published: paper and section."""
     model: ModelConfig = ModelConfig()
     depth: Depth = Fixed()
     objective: Objective = NextToken()
@@ -87,6 +99,10 @@ class Recipe(Config):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     track: TrackConfig = TrackConfig()
+    init_from: InitFrom | None = None
+    """A run whose weights this one starts from (a path, or ``{run: PATH, checkpoint: best}``); null: fresh weights."""
+    trainable: tuple[str, ...] | None = None
+    """The parts of the model that learn, by axis (update, inject, core, embed, ...); null: all. The rest is frozen."""
 
     @field_validator("name")
     @classmethod
@@ -105,27 +121,95 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _prelude_gets_gradients(self) -> Self:
-        if self.depth.last_k and not (self.model.inject.carries_anchor or self.model.update.reads_anchor):
+        if self.depth.last_k and not self.model.anchor_reaches_loop:
             raise ValueError(
                 f"depth.last_k={self.depth.last_k} with inject {self.model.inject.kind!r} and update "
                 f"{self.model.update.kind!r}: where earlier loops run without gradients, none reach the prelude. Set "
-                "inject to add or concat, or last_k to null"
+                "inject to add or concat, keys to anchor, or last_k to null"
             )
         return self
 
+    @model_validator(mode="after")
+    def _rows_share_loops(self) -> Self:
+        if self.depth.per_row and (self.objective.reads_inner_loops or self.model.max_loops is not None):
+            model = self.model
+            what = (
+                f"objective {self.objective.kind!r}, which compares loops of one pass"
+                if self.objective.reads_inner_loops
+                else f"sharing {model.sharing.kind!r} and route {model.route.kind!r}, which have weights for each loop"
+            )
+            raise ValueError(f"depth.per 'sequence' with {what}: rows are at different loops. Set depth.per to batch")
+        return self
+
+    @model_validator(mode="after")
+    def _exit_gate_learns(self) -> Self:
+        has_gate, wants_gate = self.model.exit_gate.has_gate, self.objective.needs_exit_gate
+        if wants_gate and not has_gate:
+            raise ValueError(
+                f"objective {self.objective.kind!r} weighs the loops by an exit gate and the model has none: set "
+                "model.exit_gate to linear, or objective to next_token or self_distill"
+            )
+        if has_gate and not wants_gate:
+            raise ValueError(
+                f"model.exit_gate {self.model.exit_gate.kind!r} learns nothing from objective {self.objective.kind!r}: "
+                "set objective to per_loop, or model.exit_gate to none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_learns(self) -> Self:
+        if self.trainable is not None:
+            check_trainable(self.model, self.trainable)
+        return self
+
     def resolved(self) -> Recipe:
-        """The recipe with the depths that were left to the model's n_loops filled in."""
-        depth = self.depth.resolve(self.model.n_loops)
+        """The recipe with its number of train steps, and the depths that were left to the model's n_loops, filled in.
+
+        Raises:
+            UsageError: the budget and the number of steps disagree, or a depth does not fit the model.
+        """
+        n_steps = self.n_steps
+        depth = self.depth.resolve(self.model.n_loops, n_steps)
+        self.model.check_loops(depth.max_loops, "depth: its deepest step")
         for n_loops in self.eval.loops:
             self.model.check_loops(n_loops, "eval.loops")
         loops = tuple(sorted({*self.eval.loops, self.model.n_loops}))
-        return self.model_copy(update={"depth": depth, "eval": self.eval.model_copy(update={"loops": loops})})
+        return self.model_copy(
+            update={
+                "depth": depth,
+                "train": self.train.model_copy(update={"steps": n_steps}),
+                "eval": self.eval.model_copy(update={"loops": loops}),
+            }
+        )
+
+    @property
+    def n_steps(self) -> int:
+        """Train steps of the run: ``train.steps``, or what ``train.budget`` pays for."""
+        train = self.train
+        if train.budget is None:
+            return DEFAULT_STEPS if train.steps is None else train.steps
+        paid = train.budget.n_steps(self.step_flops, self.depth, train.batch_size, train.seed)
+        if train.steps not in (None, paid):
+            raise UsageError(
+                f"train.steps={train.steps} and train.budget ({train.budget}, which is {paid} steps) disagree: set one "
+                "of them to null"
+            )
+        return paid
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one train step."""
+        return self.train.batch_size * self.model.seq_len
 
     def ledger(self, loops: int | None = None) -> Ledger:
         """The cost of the model at ``loops`` loops, trained at this recipe's depths."""
-        depth = self.depth.resolve(self.model.n_loops)
-        training = TrainingDepth(depth.mean_loops, depth.mean_grad_loops, self.train.recompute)
-        return ledger(self.model, loops, training)
+        depth = self.depth.resolve(self.model.n_loops, self.n_steps)
+        return ledger(self.model, loops, self.step_flops.mixture(depth))
+
+    @property
+    def step_flops(self) -> StepFlops:
+        """What a train step of given depths costs."""
+        return StepFlops(self.model, self.objective, self.train.recompute)
 
     def to_yaml(self) -> str:
         """As the run folder keeps it; `load_recipe` reads it back unchanged."""
@@ -186,13 +270,41 @@ def parse_yaml(text: str, what: str) -> Any:
         raise UsageError(f"{what} is not valid YAML: {error}") from None
 
 
-def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with ``settings`` (``"a.b=c"``, c read as YAML) put over it.
+def load_recipe(path: str | Path, settings: Sequence[str] = (), overlays: Sequence[str | Path] = ()) -> Recipe:
+    """The recipe in a YAML file, with ``overlays`` (alcoda/training/overlay.py) and then ``settings`` put over it.
+
+    Args:
+        path: a file, or the name of one of the project's recipes: ``mini/grt``.
+        settings: ``"a.b=c"``, c read as YAML.
+        overlays: YAML files with a part of a recipe, put over it in order.
 
     Raises:
         UsageError: no such file, not YAML, or an entry that the recipe does not take.
     """
-    path = Path(path)
+    load_entry_points()
+    path = find_recipe(path)
+    data = read_mapping(path)
+    data.setdefault("name", path.stem)
+    recipe = validate(Recipe, data, str(path))
+    if not settings and not overlays:
+        return recipe
+
+    def complete(data: dict[str, Any]) -> dict[str, Any]:
+        return validate(Recipe, data, str(path)).model_dump(mode="json")
+
+    # Over the full dump, so that a setting below a default (`model.inject.noise`) has something to stand in.
+    data = overlay_all(recipe.model_dump(mode="json"), [_overlay(find_recipe(one)) for one in overlays], complete)
+    for setting in settings:
+        apply_setting(data, setting)
+    return validate(Recipe, data, "the recipe after --set")
+
+
+def _overlay(path: Path) -> Overlay:
+    return path.stem, read_mapping(path)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What the YAML file of a recipe, or of a part of one, holds; UsageError where that is no mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:
@@ -204,14 +316,7 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no recipe: a mapping with {', '.join(Recipe.model_fields)} was expected")
-    data.setdefault("name", path.stem)
-    if not settings:
-        return validate(Recipe, data, str(path))
-    # Over the full dump, so that a setting below a default (`model.inject.noise`) has something to stand in.
-    data = validate(Recipe, data, str(path)).model_dump(mode="json")
-    for setting in settings:
-        apply_setting(data, setting)
-    return validate(Recipe, data, "the recipe after --set")
+    return data
 
 
 def apply_setting(data: dict[str, Any], setting: str) -> None:

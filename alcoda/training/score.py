@@ -62,7 +62,7 @@ def score(
             inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
             target_N = tokens[1:].to(device)
             with autocast(device, dtype):
-                rows = [_nats(model, y_BTD.flatten(0, 1)[:n], target_N) for y_BTD in model.readouts(inputs_BT, loops)]
+                rows = [_nats(model, r.y_BTD.flatten(0, 1)[:n], target_N) for r in model.readouts(inputs_BT, loops)]
             bytes_N = token_bytes_V[tokens[1:].numpy()]
             yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N)
     finally:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, write_text
+from alcoda.training.diagnose import QUANTILES
 from alcoda.training.recipe import Recipe, TrackConfig
 from alcoda.training.run import RunFolder
 
 
 class Tracker(Protocol):
-    """Takes one record a time: ``{"type": "train" | "eval", "train_step": ..., name: number, ...}``."""
+    """Takes one record a time: ``{"type": "train" | "eval" | "diagnostics", "train_step": ..., name: number, ...}``."""
 
     def log(self, record: dict[str, Any]) -> None: ...
 
@@ -46,7 +47,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars under ``train/`` and ``eval/SOURCE/loops_N/``."""
+    """Scalars under ``train/``, ``eval/SOURCE/loops_N/`` and ``diagnostics/loop_N/``."""
 
     def __init__(self, folder: Path, train_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -80,7 +81,9 @@ class WandB:
             raise RunError(f"Weights & Biases did not start: {error}. Set track.wandb to offline or off") from None
 
     def log(self, record: dict[str, Any]) -> None:
-        self.run.log({**scalars(record), "train_step": record["train_step"]})
+        found = scalars(record)
+        if found:
+            self.run.log({**found, "train_step": record["train_step"]})
 
     def close(self) -> None:
         self.run.finish()
@@ -116,10 +119,23 @@ def check_trackers(config: TrackConfig) -> None:
             raise UsageError(f"track.{package} needs the package {package}: pip install {package}")
 
 
+_NOT_MEASURED = ("type", "train_step", "source", "loops", "loop")
+
+
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record, named for a dashboard."""
+    """The numbers of a record, named for a dashboard. Of diagnostics it gets the means, at a few loops."""
     prefix = record["type"]
+    if prefix == "train":
+        return {f"train/{name}": value for name, value in record.items() if name not in ("type", "train_step")}
+    measured = {name: value for name, value in record.items() if name not in _NOT_MEASURED}
     if prefix == "eval":
-        prefix = f"eval/{record['source']}/loops_{record['loops']}"
-    skipped = ("type", "train_step", "source", "loops") if record["type"] == "eval" else ("type", "train_step")
-    return {f"{prefix}/{name}": value for name, value in record.items() if name not in skipped}
+        return {f"eval/{record['source']}/loops_{record['loops']}/{name}": value for name, value in measured.items()}
+    loop = record["loop"]
+    if loop & (loop - 1) and loop != record["loops"]:  # powers of two, and the last
+        return {}
+    quantiles = tuple(f".{name}" for name in QUANTILES)
+    return {
+        f"{prefix}/loop_{loop}/{name.removesuffix('.mean')}": value
+        for name, value in measured.items()
+        if not name.endswith(quantiles)
+    }

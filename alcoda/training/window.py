@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from alcoda.depth.sample import LoopPlan
+from alcoda.depth.plan import LoopPlan
 
 if TYPE_CHECKING:
     from alcoda.training.loop import Trainer
@@ -13,13 +14,15 @@ if TYPE_CHECKING:
 class Window:
     """What happened since the last logged step."""
 
-    def __init__(self, wall_s: float, tokens: int, loops: list[int]) -> None:
-        self.wall_s, self.tokens, self.loops = wall_s, tokens, loops
+    def __init__(self, wall_s: float, tokens: int, plans: Iterable[LoopPlan]) -> None:
+        self.wall_s, self.tokens = wall_s, tokens
+        self.loops = [plan.mean_loops for plan in plans]
 
-    def add(self, n_loops: int) -> None:
-        self.loops.append(n_loops)
+    def add(self, plan: LoopPlan) -> None:
+        self.loops.append(plan.mean_loops)
 
     def mean_loops(self) -> float:
+        """Over the steps and their rows."""
         return sum(self.loops) / len(self.loops) if self.loops else 0.0
 
     def tokens_per_s(self, trainer: Trainer) -> float:

@@ -98,6 +98,6 @@ def test_wandb_offline(tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: py
     run = tmp_path / "run"
     done = run_cli("train", tiny, "--out", run, "--set", "track.wandb=offline")
     assert done.code == 0, done.err
-    assert done.json["status"] == "finished" and len(metrics(run)) == 11
+    assert done.json["status"] == "finished" and len(metrics(run)) == 13
     (kept,) = run.glob("wandb/offline-run-*/*.wandb")
     assert kept.stat().st_size > 1000

@@ -237,7 +237,7 @@ def test_executed_flops_by_hand(run: Path) -> None:
     rest = sum(cost.values()) - looped
     total, lines = 0, [line for line in metrics(run) if line["type"] == "train"]
     for line in lines:
-        plan = config.depth.draw(config.train.seed, line["train_step"] - 1)
+        plan = config.depth.draw(config.train.seed, line["train_step"] - 1, config.train.batch_size)
         assert line["loops"] == plan.n_loops
         total += (3 * rest + looped * (plan.n_loops + 2 * plan.n_grad)) * 2 * 16
         assert line["executed_flops"] == pytest.approx(total, rel=1e-12) and line["tokens"] == line["train_step"] * 32
@@ -246,9 +246,8 @@ def test_executed_flops_by_hand(run: Path) -> None:
 
 def test_what_is_logged(run: Path) -> None:
     lines = metrics(run)
-    assert [(line["type"], line["train_step"]) for line in lines] == [("train", n) for n in range(1, 9)] + [
-        ("eval", 8)
-    ] * 3
+    kinds = [(line["type"], line["train_step"]) for line in lines]
+    assert kinds == [("train", n) for n in range(1, 9)] + [("diagnostics", 8)] * 2 + [("eval", 8)] * 3
     config = load_recipe(run / "recipe.yaml").train
     for line in lines[:8]:
         factor = config.schedule.factor(line["train_step"] - 1, 8)
@@ -277,7 +276,7 @@ def test_the_last_and_the_best_checkpoints_stay(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("alcoda.training.loop.score", score)
+        patch.setattr("alcoda.training.validate.score", score)
         settings = [f"train.{s}" for s in ("steps=16", "checkpoint_every=3", "keep_checkpoints=2")] + ["eval.every=4"]
         done = run_cli.ok("train", tiny, "--out", run, *(part for s in settings for part in ("--set", s)))
     assert done.json["best_bits_per_byte"] == pytest.approx(3 / math.log(2))

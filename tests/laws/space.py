@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from alcoda.config import Choice, Config
+from alcoda.laws.subject import VOCAB
 from alcoda.model.config import ModelConfig
-from alcoda.model.lm import RecurrentLM
 
 N_CASES = 60
-VOCAB = 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "seq_len": 48,
@@ -35,14 +32,30 @@ SIZES: dict[str, Any] = {
     "init_std": 0.2,  # so that every part has a visible effect
 }
 
-REQUIRED: dict[tuple[str, str], dict[str, Any]] = {("attention", "gqa"): {"n_kv_heads": 2}}
+REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
+    ("attention", "gqa"): {"n_kv_heads": 2},
+    ("window", "pattern"): {"tokens": 3},
+}
 """By (axis, kind): an example of the fields without a default."""
 
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("attention", "gqa"): [{"n_kv_heads": 1}],
+    ("attention", "gqa"): [{"n_kv_heads": 1, "qk_norm": "after_rope"}],
+    ("attention", "mha"): [{"qk_norm": "after_rope"}, {"qk_norm": "before_rope", "qk_bias": True}],
+    ("attention", "mla"): [{"latent": 5, "qk_norm": "before_rope"}],
+    ("carry", "hyper"): [{"states": 2, "first_logit": 8.0}],
     ("inject", "concat"): [{"noise": 0.1, "bias": True}, {"start": "identity"}],
+    ("inject", "diagonal"): [{"b": "diagonal"}],
+    ("keys", "anchor"): [{"rope": True}],
+    ("norm", "layernorm"): [{"weight": False}],
+    ("norm", "rmsnorm"): [{"weight": False}],
+    ("position", "rope"): [{"pairs": "interleaved", "base": 50_000.0}],
+    ("route", "expert_choice"): [{"auxiliary": "router", "apply": "blend", "drop_keys": False}],
+    ("route", "token_choice"): [{"score": "sigmoid", "apply": "blend", "drop_keys": False}],
+    ("sharing", "lora"): [{"rank": 3}],
     ("state_init", "noise"): [{"at_eval": "by_position", "seed": 3}],
     ("update", "gate"): [{"tau": 0.7, "bias": 0.0, "noise": 0.0}],
+    ("value_embed", "table"): [{"every": 1, "gate": False}, {"every": 1, "gate_channels": 5}],
+    ("window", "pattern"): [{"pattern": "LS", "tokens": 5}],
 }
 """By (axis, kind): more settings of a choice that the laws should see."""
 
@@ -156,12 +169,6 @@ def covering_array() -> list[Row]:
     return rows
 
 
-def _word(option: Any) -> str:
-    if not isinstance(option, dict):
-        return str(option)
-    return "_".join(str(value) for value in option.values() if value not in ("", False))
-
-
 class Case(NamedTuple):
     name: str
     config: ModelConfig
@@ -194,30 +201,3 @@ GRT: dict[str, Any] = {
     "inject": {"kind": "concat", "noise": 0.1, "bias": True},
     "update": {"kind": "gate", "tau": 0.8, "noise": 0.1},
 }
-
-
-def make(config: ModelConfig, seed: int = 0) -> RecurrentLM:
-    """An fp64 model in evaluation mode. Every parameter is random: zero biases and unit norms would hide faults."""
-    model = RecurrentLM(config).double().init(seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            if name.endswith("bias"):
-                p.copy_(0.3 * noise)
-            elif p.dim() == 1:
-                p.copy_(1 + 0.3 * noise)
-            else:
-                p.add_(0.05 * noise)
-    return model.eval()
-
-
-def tokens(n_rows: int, n_tokens: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (n_rows, n_tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual: Tensor, expected: Tensor, atol: float, what: str) -> None:
-    """AssertionError, naming the law, where two tensors differ by more than ``atol`` or one is not a number."""
-    assert actual.shape == expected.shape, f"{what}: shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
-    off = (actual - expected).abs().max().item() if actual.numel() else 0.0
-    assert off <= atol, f"{what}: off by {off:.3g}, allowed {atol:.3g}"

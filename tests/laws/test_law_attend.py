@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space import close
+from space import GRT, house
 from torch import Tensor
 
+from alcoda.laws.attend import check_kernels
+from alcoda.laws.law import close
+from alcoda.laws.subject import make
 from alcoda.model import attention
 from alcoda.model.attention import EXPLICIT_MAX_TOKENS, attend, attend_naive
 from alcoda.model.keys import View
@@ -97,6 +100,74 @@ def test_attention_to_all(n_queries: int, n_keys: int, group: int) -> None:
     check(attend, draw(n_queries, n_keys, group, torch.float64), masked(None))
 
 
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(pos_BT: Tensor, key_pos_BS: Tensor, live_BS: Tensor, window: int) -> View:
+    """The rule itself, key by key: live, not after the query, and one of the last ``window`` positions."""
+    seen = [
+        [[live and t - window < s <= t for s, live in zip(keys, lives, strict=True)] for t in queries]
+        for queries, keys, lives in zip(pos_BT.tolist(), key_pos_BS.tolist(), live_BS.tolist(), strict=True)
+    ]
+    return masked(torch.tensor(seen)[:, None])
+
+
+def check_window(view: View, window: int, by_hand_window: int, n_queries: int, n_keys: int, group: int) -> None:
+    """Attention through ``view.within(window)`` is naive attention through the rule written out."""
+    key_pos_BS = view.key_pos.expand(2, n_keys)
+    live_BS = torch.ones(2, n_keys, dtype=torch.bool) if view.key_live is None else view.key_live
+    truth = by_hand(view.pos.expand(2, n_queries), key_pos_BS, live_BS, by_hand_window)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor, given: View) -> Tensor:
+        return attend(q, k, v, view.within(window) if given is truth else given)
+
+    check(windowed, draw(n_queries, n_keys, group, torch.float64), truth)
+
+
+def left_padded(n_tokens: int, n_padding: int) -> View:
+    """Two rows of which the second begins with padding, which stands at position 0."""
+    place = torch.arange(n_tokens)
+    pos_BT = torch.stack([place, (place - n_padding).clamp(min=0)])
+    return View.tagged(pos_BT, pos_BT, torch.stack([place >= 0, place >= n_padding]))
+
+
+N = 13
+VIEWS = {
+    "a-pass": (View.causal(torch.arange(N)), N, N),
+    "one-token": (View.causal(torch.arange(1)), 1, 1),
+    "decoding": (View(torch.tensor([N - 1]), torch.arange(N), None, None, False), 1, N),
+    "a-chunk": (
+        View(torch.arange(N - 4, N), torch.arange(N), None, torch.arange(N) <= torch.arange(N - 4, N)[:, None], False),
+        4,
+        N,
+    ),
+    "left-padded": (left_padded(N, 5), N, N),
+    "gaps": (View.tagged(*[torch.tensor([[0, 9, 50, 51], [3, 4, 5, 90]])] * 2, None), 4, 4),
+    "in-no-order": (View.tagged(*[torch.stack([torch.arange(N - 1, -1, -1), torch.arange(N)])] * 2, None), N, N),
+}
+
+
+@groups
+@pytest.mark.parametrize("window", [1, 2, 5, N - 1, N, N + 1, 10 * N])
+@pytest.mark.parametrize(("view", "n_queries", "n_keys"), VIEWS.values(), ids=VIEWS)
+def test_attention_through_a_window(view: View, n_queries: int, n_keys: int, window: int, group: int) -> None:
+    check_window(view, window, window, n_queries, n_keys, group)
+
+
+@pytest.mark.parametrize("wrong", [4, 6])
+@pytest.mark.parametrize("name", ["a-pass", "decoding", "a-chunk", "left-padded", "in-no-order"])
+def test_control_a_window_off_by_one_is_noticed(name: str, wrong: int) -> None:
+    view, n_queries, n_keys = VIEWS[name]
+    with pytest.raises(AssertionError, match="output"):
+        check_window(view, 5, wrong, n_queries, n_keys, 1)
+
+
+def test_a_window_that_hides_nothing_keeps_the_causal_kernel() -> None:
+    view = View.causal(torch.arange(N))
+    assert view.within(N) is view
+    assert not view.within(N - 1).is_causal
+
+
 def test_a_query_that_sees_nothing_reads_zero() -> None:
     mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
     mask[..., 1, :] = False
@@ -131,3 +202,17 @@ def test_control_a_wrong_gradient_is_noticed() -> None:
 
     with pytest.raises(AssertionError, match="gradient of k"):
         check(detaches, draw(63, 63, 1, torch.float64), View.causal(torch.arange(63)))
+
+
+def test_the_kernels_of_a_whole_model() -> None:
+    check_kernels(make(house(**GRT)), 3)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["infers", "trains"])
+def test_control_a_wrong_kernel_in_a_model_is_noticed(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+        return attend(q, k, v, view) * (1 + 1e-6 * (torch.is_grad_enabled() is trains))
+
+    monkeypatch.setattr(attention, "attend", wrong)
+    with pytest.raises(AssertionError, match="in training" if trains else "at evaluation"):
+        check_kernels(make(house(**GRT)), 3)

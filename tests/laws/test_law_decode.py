@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from space import GRT, close, house, make, over_space, tokens
+from space import GRT, house, over_space
 from torch import Tensor
 
+from alcoda.laws.decode import (
+    T,
+    check_batch_mates,
+    check_cached,
+    check_idle_row,
+    check_left_padded,
+    check_one_depth,
+    check_order,
+    check_readouts,
+    check_row_of_padding,
+    check_written_again,
+    left_padded,
+)
+from alcoda.laws.law import LawBroken, close
+from alcoda.laws.subject import EXACT, at_most, depths, is_causal, make, tokens
+from alcoda.model import attention
 from alcoda.model.config import ModelConfig
 from alcoda.model.keys import KeyStore, Slot, View
-from alcoda.model.lm import RecurrentLM
 
-T = 12
-EXACT = 1e-10
+
+def decodes(config: ModelConfig) -> bool:
+    return is_causal(config, trains=False)
+
 
 both_depths = pytest.mark.parametrize("n_loops", [1, 3])
 
@@ -26,27 +41,10 @@ def inference() -> None:
         yield
 
 
-def in_chunks(model: RecurrentLM, ids_BT: Tensor, n_loops: int, cuts: Sequence[int], store: KeyStore) -> Tensor:
-    """Logits of all tokens, run in chunks of the given lengths."""
-    return torch.cat([model(chunk, n_loops, store=store) for chunk in ids_BT.split(list(cuts), 1)], 1)
-
-
-def check_cached(model: RecurrentLM, n_loops: int, store: type[KeyStore] = KeyStore) -> None:
-    ids_BT = tokens(2, T)
-    full = model(ids_BT, n_loops)
-    # A capacity of 2 makes the buffers grow several times.
-    for what, cuts in {
-        "decoding from the first token": [1] * T,
-        "prefill of 7, then decoding": [7, *[1] * (T - 7)],
-        "chunked prefill": [3, 1, 6, 2],
-    }.items():
-        close(in_chunks(model, ids_BT, n_loops, cuts, store(capacity_tokens=2)), full, EXACT, what)
-
-
 @both_depths
-@over_space()
+@over_space(decodes)
 def test_prefill_and_decode_equal_the_full_pass(config: ModelConfig, n_loops: int) -> None:
-    check_cached(make(config), n_loops)
+    check_cached(make(config), at_most(config, n_loops))
 
 
 def test_control_a_store_that_loses_keys_is_noticed() -> None:
@@ -85,41 +83,11 @@ def test_control_a_store_that_miscounts_positions_is_noticed() -> None:
 
 # -- left padding -----------------------------------------------------------------------------------------------------
 
-LENGTHS = (T, 7, 1)
-N_NEW = 3
-
-
-def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, pos, live): rows that end together. Padding has position 0, which is also the first token's."""
-    width = max(len(row) for row in rows)
-    ids_BT = torch.stack([torch.cat([torch.full((width - len(row),), 5), row]) for row in rows])
-    first_B1 = torch.tensor([[width - len(row)] for row in rows])
-    pos_BT = torch.arange(width) - first_B1
-    return ids_BT, pos_BT.clamp(min=0), pos_BT >= 0
-
-
-def check_left_padded(model: RecurrentLM, n_loops: int, hides_padding: bool = True, tells_pos: bool = True) -> None:
-    whole = [tokens(1, n + N_NEW, seed=n)[0] for n in LENGTHS]
-    alone = [model(row[None], n_loops)[0] for row in whole]
-    ids_BT, pos_BT, live_BT = left_padded([row[:-N_NEW] for row in whole])
-    if not hides_padding:
-        live_BT = torch.ones_like(live_BT)
-    store = KeyStore()
-    place = {"pos_BT": pos_BT if tells_pos else None, "live_BT": live_BT}
-    scored = model(ids_BT, n_loops, **place)
-    kept = model(ids_BT, n_loops, **place, store=store)
-    new_BT = torch.stack([row[-N_NEW:] for row in whole])
-    decoded = torch.cat([model(new_BT[:, i : i + 1], n_loops, store=store) for i in range(N_NEW)], 1)
-    for row, n in enumerate(LENGTHS):
-        close(scored[row, -n:], alone[row][:n], EXACT, f"{n} tokens, left-padded, no store")
-        close(kept[row, -n:], alone[row][:n], EXACT, f"{n} tokens, left-padded prefill")
-        close(decoded[row], alone[row][n:], EXACT, f"decoding on from {n} left-padded tokens")
-
 
 @both_depths
-@over_space()
+@over_space(decodes)
 def test_left_padded_rows_equal_rows_alone(config: ModelConfig, n_loops: int) -> None:
-    check_left_padded(make(config), n_loops)
+    check_left_padded(make(config), at_most(config, n_loops))
 
 
 def test_control_padding_that_is_seen_is_noticed() -> None:
@@ -137,56 +105,47 @@ def test_rotary_positions_are_relative() -> None:
 
 
 @both_depths
-@over_space()
+@over_space(decodes)
 def test_a_row_may_idle_while_another_goes_on(config: ModelConfig, n_loops: int) -> None:
-    """A chunk in which one row is all padding, at a position that the row has stored, leaves its keys alone."""
-    model = make(config)
-    whole_BT = tokens(2, 7)
-    alone = model(whole_BT, n_loops)
-    store = KeyStore()
-    first = model(whole_BT[:, :3], n_loops, store=store)
-    pos_BT, live_BT = torch.tensor([[3, 4, 5], [0, 0, 0]]), torch.tensor([[True] * 3, [False] * 3])
-    second = model(whole_BT[:, 3:6], n_loops, pos_BT=pos_BT, live_BT=live_BT, store=store)
-    third = model(torch.stack([whole_BT[0, 6:7], whole_BT[1, 3:4]]), n_loops, store=store)
-    close(first, alone[:, :3], EXACT, "before")
-    close(second[0], alone[0, 3:6], EXACT, "the row that went on")
-    close(third, torch.stack([alone[0, 6:7], alone[1, 3:4]]), EXACT, "after the row idled")
+    check_idle_row(make(config), at_most(config, n_loops))
 
 
-@over_space()
+def test_control_an_idle_row_whose_padding_replaces_its_key_is_noticed() -> None:
+    class PaddingIsText(KeyStore):
+        def open(self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device) -> View:
+            return super().open(n_tokens, n_loops, pos_BT, None, device)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LawBroken, match="after it idled") as broken:
+        patch.setattr("alcoda.laws.decode.KeyStore", PaddingIsText)
+        check_idle_row(make(house(**GRT)), 3)
+    assert broken.value.positions == ((1, 3),)
+
+
+@over_space(decodes)
 def test_a_row_of_nothing_but_padding_spoils_no_other(config: ModelConfig) -> None:
-    """Its queries see no key at all. What they compute is not a number that anyone reads, but it must be a number."""
-    model = make(config)
-    ids_BT = tokens(2, 5)
-    live_BT = torch.tensor([[True] * 5, [False] * 5])
-    pos_BT = torch.arange(5).expand(2, 5) * live_BT
-    store = KeyStore()
-    logits = model(ids_BT, 3, pos_BT=pos_BT, live_BT=live_BT, store=store)
-    close(logits[:1], model(ids_BT[:1], 3), EXACT, "the live row")
-    assert logits.isfinite().all()
-    new_BT = tokens(2, 1, seed=9)
-    later = model(new_BT, 3, store=store)
-    close(later[:1], model(torch.cat([ids_BT[:1], new_BT[:1]], 1), 3)[:, -1:], EXACT, "the live row, one on")
-    close(later[1:], model(new_BT[1:], 3), EXACT, "the row that begins after its padding")
+    check_row_of_padding(make(config), at_most(config, 3))
+
+
+def test_control_a_row_of_padding_that_is_not_a_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention.attend
+
+    def nothing_seen_is_nan(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+        y = attend(q, k, v, view)
+        return y if view.mask is None else y.masked_fill(~view.mask.any(-1, keepdim=True), float("nan"))
+
+    monkeypatch.setattr(attention, "attend", nothing_seen_is_nan)
+    with pytest.raises(LawBroken, match="not a number") as broken:
+        check_row_of_padding(make(house(**GRT)), 3)
+    assert broken.value.positions == tuple((1, t) for t in range(5))
 
 
 # -- batch-mates ------------------------------------------------------------------------------------------------------
 
 
-def check_batch_mates(model: RecurrentLM, n_loops: int) -> None:
-    one, other = tokens(3, T), tokens(3, T, seed=1)
-    other[0] = one[0]
-    assert torch.equal(model(one, n_loops)[0], model(other, n_loops)[0]), "batch-mates change a full pass"
-    cuts = [5, *[1] * (T - 5)]
-    kept = [in_chunks(model, ids_BT, n_loops, cuts, KeyStore())[0] for ids_BT in (one, other)]
-    assert torch.equal(*kept), "batch-mates change decoding"
-    close(model(one[:1], n_loops)[0], model(one, n_loops)[0], EXACT, "alone and in a batch")
-
-
 @both_depths
-@over_space()
+@over_space(decodes)
 def test_batch_mates_change_nothing(config: ModelConfig, n_loops: int) -> None:
-    check_batch_mates(make(config), n_loops)
+    check_batch_mates(make(config), at_most(config, n_loops))
 
 
 def test_control_rows_that_mix_are_noticed() -> None:
@@ -199,29 +158,10 @@ def test_control_rows_that_mix_are_noticed() -> None:
 # -- writing again ----------------------------------------------------------------------------------------------------
 
 
-def check_written_again(model: RecurrentLM, n_loops: int, store: type[KeyStore] = KeyStore) -> None:
-    """From token 4 on the text is written anew, at the positions that it had."""
-    old_BT, from_ = tokens(2, T), 4
-    new_BT = old_BT.clone()
-    new_BT[:, from_:] = tokens(2, T - from_, seed=7)
-    expected = model(new_BT, n_loops)[:, from_:]
-    pos_BT = torch.arange(from_, T).expand(2, -1)
-    for cuts in ([T - from_], [1] * (T - from_), [3, T - from_ - 3]):
-        keys = store()
-        model(old_BT, n_loops, store=keys)
-        chunks = zip(new_BT[:, from_:].split(cuts, 1), pos_BT.split(cuts, 1), strict=True)
-        again = [model(ids, n_loops, pos_BT=pos, store=keys) for ids, pos in chunks]
-        close(torch.cat(again, 1), expected, EXACT, f"written again in chunks of {cuts}")
-        # And on: the next position follows the text, not the count of keys.
-        next_B1 = tokens(2, 1, seed=8)
-        whole = model(torch.cat([new_BT, next_B1], 1), n_loops)[:, -1:]
-        close(model(next_B1, n_loops, store=keys), whole, EXACT, "the token after what was written again")
-
-
 @both_depths
-@over_space()
+@over_space(decodes)
 def test_a_token_written_again_replaces_its_key(config: ModelConfig, n_loops: int) -> None:
-    check_written_again(make(config), n_loops)
+    check_written_again(make(config), at_most(config, n_loops))
 
 
 class Hoarder(KeyStore):
@@ -261,29 +201,39 @@ def test_the_first_token_of_a_left_padded_row_can_be_written_again() -> None:
     assert store._live_BS.sum(1).tolist() == [6, 3]
 
 
-@over_space()
+@over_space(decodes)
 def test_the_order_of_tagged_tokens_does_not_matter(config: ModelConfig) -> None:
-    """In one pass, a token is where its position says, not where it lies."""
-    model = make(config)
-    ids_BT = tokens(2, T)
-    order = torch.randperm(T)
-    shuffled = model(ids_BT[:, order], 3, pos_BT=order.expand(2, -1))
-    close(shuffled, model(ids_BT, 3)[:, order], EXACT, "shuffled tokens with their positions")
+    check_order(make(config), at_most(config, 3))
+
+
+def test_control_a_model_that_reads_its_tokens_where_they_lie_is_noticed() -> None:
+    model = make(house(**GRT))
+    model.update.register_forward_hook(lambda module, args, out: out + 1e-6 * torch.arange(T)[:, None])
+    with pytest.raises(LawBroken, match="shuffled"):
+        check_order(model, 3)
 
 
 # -- one store, one depth ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 1)], ids=["deeper", "shallower"])
-@over_space()
+@over_space(decodes)
 def test_a_store_refuses_another_depth(config: ModelConfig, first: int, then: int) -> None:
-    model, ids_BT = make(config), tokens(2, T)
-    store = KeyStore()
-    model(ids_BT[:, :-1], first, store=store)
-    with pytest.raises(ValueError, match="one store serves one number of loops; start a new store"):
-        model(ids_BT[:, -1:], then, store=store)
-    # The refusal changed nothing: the store goes on at its own depth.
-    close(model(ids_BT[:, -1:], first, store=store), model(ids_BT, first)[:, -1:], EXACT, "after the refusal")
+    check_one_depth(make(config), at_most(config, first), at_most(config, then))
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 1)], ids=["deeper", "shallower"])
+def test_control_a_store_that_takes_any_depth_is_noticed(first: int, then: int) -> None:
+    class Lenient(KeyStore):
+        def open(self, *args, **kwargs) -> View:
+            self.n_loops = None
+            for slot in [("core", layer, loop) for layer in range(2) for loop in range(3)]:
+                self._written[slot] = self.n_tokens
+            return super().open(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LawBroken, match=f"{first} loops takes {then} loops"):
+        patch.setattr("alcoda.laws.decode.KeyStore", Lenient)
+        check_one_depth(make(house(**GRT)), first, then)
 
 
 def test_a_store_serves_one_readout() -> None:
@@ -299,6 +249,15 @@ def test_readouts_need_increasing_depths(loops: list[int]) -> None:
 
 @over_space()
 def test_readouts_of_one_run_equal_runs_of_their_own(config: ModelConfig) -> None:
-    model, ids_BT = make(config), tokens(2, T)
-    for n_loops, y_BTD in zip([1, 2, 4], model.readouts(ids_BT, [1, 2, 4]), strict=True):
-        assert torch.equal(model.logits(y_BTD), model(ids_BT, n_loops))
+    check_readouts(make(config), depths(config, (1, 2, 4)))
+
+
+def test_control_readouts_that_change_the_run_are_noticed() -> None:
+    model = make(house(**GRT))
+
+    def spoils_the_state(module: torch.nn.Module, arguments: tuple[Tensor, ...], out: Tensor) -> None:
+        arguments[0].add_(1e-9)
+
+    model.coda.register_forward_hook(spoils_the_state)
+    with pytest.raises(LawBroken, match="2 of 4 loops"):
+        check_readouts(model, (1, 2, 4))

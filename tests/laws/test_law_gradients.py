@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from space import GRT, close, house, make, over_space, tokens
+from space import GRT, house, over_space
 from torch import Tensor
 
+from alcoda.laws.gradients import (
+    B,
+    R,
+    T,
+    check_every_parameter,
+    check_free_loops,
+    check_recompute,
+    is_dead_by_nature,
+    run,
+    size,
+)
+from alcoda.laws.law import LawBroken
+from alcoda.laws.ledger import on_meta
+from alcoda.laws.subject import at_most, make, tokens
 from alcoda.model.config import ModelConfig
-from alcoda.model.keys import open_context
 from alcoda.model.lm import RecurrentLM
 
-B, T, R = 2, 12, 3
-
-Grads = dict[str, Tensor | None]
-
-
-def loss_and_grads(model: RecurrentLM, logits_BTV: Tensor, ids_BT: Tensor) -> tuple[Tensor, Grads]:
-    loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
-    model.zero_grad()
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def run(model: RecurrentLM, n_loops: int = R, **kwargs) -> tuple[Tensor, Grads]:
-    ids_BT = tokens(B, T)
-    torch.manual_seed(3)
-    return loss_and_grads(model, model(ids_BT, n_loops, **kwargs), ids_BT)
-
-
-def size(grad: Tensor | None) -> float:
-    return 0.0 if grad is None else grad.abs().max().item()
-
-
 # -- every parameter --------------------------------------------------------------------------------------------------
-
-
-def is_dead_by_nature(name: str, config: ModelConfig) -> bool:
-    """A key's bias adds q . b to all scores of a query, which softmax ignores, unless rotary positions turn it."""
-    return name.endswith("attention.keys.k.bias") and config.position.kind != "rope"
-
-
-def check_every_parameter(model: RecurrentLM) -> None:
-    _, grads = run(model)
-    dead = [name for name, grad in grads.items() if size(grad) < 1e-9 and not is_dead_by_nature(name, model.config)]
-    assert not dead, f"no gradient: {dead}"
-    assert all(grad is None or grad.isfinite().all() for grad in grads.values()), "a gradient is not a number"
 
 
 @over_space()
@@ -54,10 +32,32 @@ def test_gradients_reach_every_parameter(config: ModelConfig) -> None:
     check_every_parameter(make(config).train())
 
 
-@over_space(lambda config: config.block.bias and config.position.kind != "rope")
+def dead_by_nature(config: ModelConfig) -> list[str]:
+    return [name for name, _ in on_meta(config).named_parameters() if is_dead_by_nature(name, config)]
+
+
+def check_dead_key_bias(config: ModelConfig) -> None:
+    _, grads = run(make(config).train())
+    sizes = [size(grad) for name, grad in grads.items() if name.endswith(".k.bias")]
+    assert sizes
+    assert max(sizes) < 1e-12, "the bias of keys has a gradient"
+
+
+@over_space(lambda config: bool(dead_by_nature(config)))
 def test_a_keys_bias_without_rotary_positions_is_dead(config: ModelConfig) -> None:
     _, grads = run(make(config).train())
-    assert max(size(grad) for name, grad in grads.items() if name.endswith("attention.keys.k.bias")) < 1e-12
+    assert max(size(grads[name]) for name in dead_by_nature(config)) < 1e-12
+
+
+def test_qk_bias_without_rotary_positions_is_dead_on_keys() -> None:
+    check_dead_key_bias(house(position="none", block={"attention": {"kind": "mha", "qk_bias": True}}))
+
+
+@pytest.mark.parametrize("fields", [{"position": "rope"}, {"position": "none", "qk_norm": "after_rope"}])
+def test_control_a_keys_bias_that_is_turned_or_normed_is_not_dead(fields: dict[str, str]) -> None:
+    attention = {"kind": "mha", "qk_bias": True, "qk_norm": fields.get("qk_norm", "none")}
+    with pytest.raises(AssertionError, match="has a gradient"):
+        check_dead_key_bias(house(position=fields["position"], block={"attention": attention}))
 
 
 def test_control_a_parameter_out_of_use_is_noticed() -> None:
@@ -78,53 +78,20 @@ def test_control_an_anchor_cut_off_from_the_graph_is_noticed() -> None:
 # -- loops without gradients ------------------------------------------------------------------------------------------
 
 
-def detached(model: RecurrentLM, n_free: int) -> tuple[Tensor, Grads]:
-    """The loop with its state detached by hand after ``n_free`` loops. Nothing else is: the anchor stays attached."""
-    ids_BT = tokens(B, T)
-    torch.manual_seed(3)
-    context = open_context(ids_BT, R, model.position, (), None, None, None, torch.float64)
-    e = model.prelude(model.position.embed(model.embed(ids_BT), context.pos), context)
-    h = model.state_init(e, context.pos)
-    for loop in range(R):
-        if loop == n_free:
-            h = h.detach()
-        h = model.loop_norm.after_loop(model.update(h, model.core(model.inject(h, e), context), e))
-    y = model.coda(model.loop_norm.before_coda(h), context)
-    norm = model.loop_norm.norm if model.config.final_norm == "shared" else model.final_norm
-    return loss_and_grads(model, F.linear(norm(y), model.head_weight_VD), ids_BT)
-
-
-def reads_the_anchor(config: ModelConfig) -> bool:
-    """Whether the prelude's output enters each loop, and so the loops that carry gradients."""
-    return config.inject.carries_anchor or config.update.kind == "gate"
-
-
-def differ(a: Grads, b: Grads) -> float:
-    return max(size(x if y is None else y if x is None else x - y) for x, y in zip(a.values(), b.values(), strict=True))
-
-
 @pytest.mark.parametrize("n_free", [1, 2])
 @over_space()
 def test_free_loops_carry_no_gradient(config: ModelConfig, n_free: int) -> None:
-    model = make(config).train()
-    loss, grads = run(model, n_free=n_free)
-    expected_loss, expected = detached(model, n_free)
-    # Not to the bit: without gradients a CPU takes another attention kernel, which rounds otherwise.
-    close(loss, expected_loss, 1e-12, "the loss")
-    for name, grad in grads.items():
-        if expected[name] is None:
-            assert grad is None, name
-        else:
-            close(grad, expected[name], 1e-10, name)
-    in_prelude = [
-        size(grad) for name, grad in grads.items() if name.startswith("prelude.") and not name.endswith("bias")
-    ]
-    assert all((s > 1e-9) is reads_the_anchor(config) for s in in_prelude), (
-        "the prelude's gradient comes through inject"
-    )
-    whole_loss, whole = run(model)
-    close(loss, whole_loss, 1e-12, "the loss with every loop's gradient")
-    assert differ(grads, whole) > 1e-6, "positive control: the first loops do carry gradients when they are not free"
+    if at_most(config, n_free + 1) <= n_free:
+        pytest.skip("no more loops than those that are free")
+    check_free_loops(make(config).train(), n_free)
+
+
+def test_control_free_loops_that_carry_gradients_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    readouts = RecurrentLM.readouts
+    monkeypatch.setattr(RecurrentLM, "readouts", lambda self, *args, n_free, **kw: readouts(self, *args, **kw))
+    with pytest.raises(LawBroken, match="gradients are not those of the detached state") as broken:
+        check_free_loops(make(house(**GRT)).train(), 1)
+    assert any(str(name).startswith("core.stack.layers.0") for name in broken.value.positions)
 
 
 def test_with_every_loop_free_only_the_coda_learns() -> None:
@@ -134,15 +101,6 @@ def test_with_every_loop_free_only_the_coda_learns() -> None:
 
 
 # -- recomputed loops -------------------------------------------------------------------------------------------------
-
-
-def check_recompute(model: RecurrentLM, n_free: int) -> None:
-    loss, grads = run(model, n_free=n_free)
-    again, recomputed = run(model, n_free=n_free, recompute=True)
-    assert torch.equal(loss, again), "recompute changes the loss"
-    for name, grad in grads.items():
-        same = recomputed[name] is None if grad is None else torch.equal(grad, recomputed[name])
-        assert same, f"recompute changes the gradient of {name}"
 
 
 @pytest.mark.parametrize("n_free", [0, 1])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space import close, house, make, over_space, tokens
+from space import house, over_space
 
+from alcoda.laws.law import close
+from alcoda.laws.noise import check_deterministic
+from alcoda.laws.subject import at_most, make, tokens
 from alcoda.model.config import ModelConfig
 from alcoda.model.keys import KeyStore
+from alcoda.model.norms import RMSNorm
+from alcoda.model.recurrence.inject import NoInject
 from alcoda.model.recurrence.state_init import Noise
 from alcoda.model.shape import Shape
 
@@ -22,15 +27,35 @@ def is_noisy(config: ModelConfig) -> bool:
 
 @over_space()
 def test_evaluation_is_deterministic_and_training_draws_noise(config: ModelConfig) -> None:
-    model, ids_BT = make(config), tokens(2, 9)
+    model, ids_BT, n_loops = make(config), tokens(2, 9), at_most(config, 3)
+    check_deterministic(model, n_loops)
+    model.train()
     with torch.no_grad():
-        assert torch.equal(model.eval()(ids_BT, 3), model(ids_BT, 3))
-        model.train()
-        assert torch.equal(model(ids_BT, 3), model(ids_BT, 3)) is not is_noisy(config)
-        torch.manual_seed(1)
-        first = model(ids_BT, 3)
-        torch.manual_seed(1)
-        assert torch.equal(first, model(ids_BT, 3)), "the same seed draws other noise"
+        assert torch.equal(model(ids_BT, n_loops), model(ids_BT, n_loops)) is not is_noisy(config)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_control_noise_of_a_generator_of_its_own_is_noticed(trains: bool) -> None:
+    model, own = make(house()), torch.Generator()
+
+    def noisy(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return out + torch.randn(out.shape, generator=own) if module.training is trains else out
+
+    model.update.register_forward_hook(noisy)
+    with pytest.raises(AssertionError, match="other noise" if trains else "two evaluations"):
+        check_deterministic(model, 3)
+
+
+def test_state_noise_without_an_injection() -> None:
+    """GRT's third rung (papers.md 1.5): N(0, 0.1^2) on the state that the core reads, in training only."""
+    inject, h = NoInject(noise=0.1).build(RMSNorm(), SHAPE), torch.zeros(50, 400, 32, dtype=torch.float64)
+    assert inject.eval()(h, h) is h
+    noise = inject.train()(h, h)
+    # 640,000 draws: 4 sigma of their mean and variance.
+    assert noise.mean().item() == pytest.approx(0, abs=0.0005) and noise.var().item() == pytest.approx(0.01, abs=0.0001)
+    assert len(noise.unique()) == noise.numel() and not torch.equal(noise, inject(h, h))
+    assert NoInject().build(RMSNorm(), SHAPE).train()(h, h) is h
+    check_deterministic(make(house(inject=NoInject(noise=0.1))), 3)
 
 
 @pytest.mark.parametrize("std", [0.4**0.5, 2.0])

@@ -9,18 +9,25 @@ import pytest
 import space
 
 from alcoda.config import Choice
-from alcoda.model.attention import Attention
+from alcoda.model.blocks import BlockConfig
 from alcoda.model.config import ModelConfig
-from alcoda.model.mlp import Mlp
-from alcoda.model.norms import Norm
-from alcoda.model.positions import Position
 from alcoda.model.recurrence.inject import Inject
-from alcoda.model.recurrence.keys import CoreKeys
-from alcoda.model.recurrence.loop_norm import LoopNorm
-from alcoda.model.recurrence.state_init import StateInit
-from alcoda.model.recurrence.update import Update
 
-REGISTRIES = (Inject, Update, StateInit, LoopNorm, CoreKeys, Attention, Mlp, Norm, Position)
+REGISTRIES = tuple(
+    field.annotation
+    for config in (ModelConfig, BlockConfig)
+    for field in config.model_fields.values()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Choice)
+)
+
+
+def test_the_axes_of_the_design_are_all_there() -> None:
+    """docs/design, section 2."""
+    assert {axis.axis for axis in REGISTRIES} == {
+        *("norm", "attention", "window", "value_embed", "mlp", "position", "embedding", "head", "soft_cap"),
+        *("state_init", "carry", "loop_index", "inject", "keys", "sharing", "route", "update", "loop_norm"),
+        *("exit_gate", "readout_map", "final_norm"),
+    }
 
 
 @pytest.mark.parametrize("axis", REGISTRIES, ids=lambda axis: axis.axis)
@@ -31,7 +38,7 @@ def test_every_registered_choice_is_in_the_space(axis: type[Choice]) -> None:
 
 
 def test_every_switch_is_in_the_space() -> None:
-    assert {"block.bias", "block.sandwich", "head", "final_norm"} <= set(space.AXES)
+    assert {"block.bias", "block.sandwich"} <= set(space.AXES)
 
 
 def test_every_legal_pair_is_covered() -> None:
@@ -50,18 +57,26 @@ def test_control_a_missing_row_uncovers_a_pair() -> None:
     assert {pair for row in fewer for pair in space.pairs_of(row)} < set(space.legal_pairs())
 
 
+ROUTERS = ("token_choice", "expert_choice")
+
+
 def test_the_illegal_pairs_are_the_known_ones() -> None:
     def name(axis: str, i: int) -> str:
         option = space.AXES[axis][i]
-        return f"{axis} {option['kind'] if isinstance(option, dict) else option}"
+        if not isinstance(option, dict):
+            return f"{axis} {option}"
+        return " ".join([axis, option["kind"], *(field for field, value in option.items() if value is True)])
 
     every = [(axis, i) for axis in space.AXES for i in range(len(space.AXES[axis]))]
     pairs = {p for p in itertools.combinations(every, 2) if p[0][0] != p[1][0]}
     illegal = {frozenset(name(*part) for part in pair) for pair in pairs - set(space.legal_pairs())}
     assert illegal == {
-        frozenset({"state_init zeros", "inject none"}),
-        frozenset({"state_init noise", "inject none"}),
+        *(frozenset({f"route {kind} drop_keys", f"keys anchor{rope}"}) for kind in ROUTERS for rope in ("", " rope")),
+        *(frozenset({f"route {kind}", "keys per_loop"}) for kind in ROUTERS),
+        *(frozenset({f"position {kind}", "keys anchor rope"}) for kind in ("none", "learned")),
+        frozenset({"block.sandwich after_add", "update lti_delta"}),
         frozenset({"loop_norm none", "final_norm shared"}),
+        frozenset({"block.attention mha qk_bias", "block.bias True"}),
     }
 
 

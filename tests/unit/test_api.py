@@ -45,7 +45,11 @@ def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
 
 def test_entries_name_everything_that_can_be_set() -> None:
     names = {entry.name: entry for entry in describe_entries()}
-    assert names["train.steps"].default == "1000" and "seed" in names["train.seed"].meaning
+    assert (
+        names["train.steps"].default == "null"
+        and "1000" in names["train.steps"].meaning
+        and "seed" in names["train.seed"].meaning
+    )
     assert names["model.update"].default == "overwrite" and "gate" in names["model.update"].meaning
     choices = [entry.name for entry in describe_entries("model.update")]
     assert {"model.update: gate", "model.update: gate.tau", "model.update: overwrite"} <= set(choices)
@@ -53,4 +57,4 @@ def test_entries_name_everything_that_can_be_set() -> None:
     with pytest.raises(UsageError, match=r"did you mean 'train\.steps'"):
         describe_entries("train.stpes")
     settable = [f"{e.name}={e.default}" for e in describe_entries("train") if e.default and ": " not in e.name]
-    assert load_recipe(QUICKSTART, [s for s in settable if not s.startswith("train.optimizer")]).train.steps == 1000
+    assert load_recipe(QUICKSTART, [s for s in settable if not s.startswith("train.optimizer")]).n_steps == 1000

@@ -43,7 +43,7 @@ def registry() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"n_loop": 3}, r"unknown key 'n_loop'; did you mean 'n_loops'\? Allowed: block, d_ff"),
+        ({"n_loop": 3}, r"unknown key 'n_loop'; did you mean 'n_loops'\? Allowed: block, carry, d_ff"),
         ({"block": {"attension": "mha"}}, r"block: unknown key 'attension'; did you mean 'attention'\?"),
         ({"update": {"kind": "gate", "taw": 1.0}}, r"update: unknown key 'taw'; did you mean 'tau'\?"),
         ({"{0}": 3}, r"unknown key '\{0\}'\. Allowed"),
@@ -58,12 +58,12 @@ def test_an_unknown_key_is_refused_with_a_hint(data: dict[Any, Any], message: st
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ad", r"unknown inject 'ad'; did you mean 'add'\? Allowed: add, concat, none"),
-        ({"kind": "xyz"}, r"unknown inject 'xyz'\. Allowed: add, concat, none"),
-        ({"noise": 0.1}, r"write a kind \(add, concat, none\) or a mapping with one"),
-        (3, r"write a kind \(add, concat, none\)"),
-        (None, r"write a kind \(add, concat, none\)"),
-        (True, r"write a kind \(add, concat, none\)"),
+        ("ad", r"unknown inject 'ad'; did you mean 'add'\? Allowed: add, concat, diagonal, none"),
+        ({"kind": "xyz"}, r"unknown inject 'xyz'\. Allowed: add, concat, diagonal, none"),
+        ({"noise": 0.1}, r"write a kind \(add, concat, diagonal, none\) or a mapping with one"),
+        (3, r"write a kind \(add, concat, diagonal, none\)"),
+        (None, r"write a kind \(add, concat, diagonal, none\)"),
+        (True, r"write a kind \(add, concat, diagonal, none\)"),
         ("{x}", r"unknown inject '\{x\}'"),
     ],
 )
@@ -79,7 +79,7 @@ def test_several_errors_are_listed_together() -> None:
     assert message.startswith("the model has 3 errors:\n")
     assert "n_loops: input should be greater than or equal to 1 (got 0)" in message
     assert "tau: input should be greater than 0 (got -1)" in message
-    assert "head: input should be 'tied' or 'untied' (got 'both')" in message
+    assert "head: unknown head 'both'. Allowed: tied, untied" in message
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_new_choice_registers_itself(registry: None) -> None:
     config = validate(ModelConfig, {"inject": {"kind": "twice", "factor": 3}})
     assert config.inject == Twice(factor=3.0)
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
-    with pytest.raises(UsageError, match="Allowed: add, concat, none, twice"):
+    with pytest.raises(UsageError, match="Allowed: add, concat, diagonal, none, twice"):
         validate(ModelConfig, {"inject": "thrice"})
     with pytest.raises(UsageError, match=r"inject: unknown key 'faktor'; did you mean 'factor'\?"):
         validate(ModelConfig, {"inject": {"kind": "twice", "faktor": 3}})
@@ -199,8 +199,8 @@ def test_a_kind_is_taken_once(registry: None) -> None:
 
 def test_the_registry_is_clean() -> None:
     """The tests above leave nothing behind."""
-    assert set(Inject.choices) == {"none", "add", "concat"}
-    assert set(Update.choices) == {"overwrite", "gate"}
+    assert set(Inject.choices) == {"none", "add", "concat", "diagonal"}
+    assert set(Update.choices) == {"overwrite", "gate", "lti", "lti_delta"}
 
 
 def test_an_axis_of_its_own(registry: None) -> None:

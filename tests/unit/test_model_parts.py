@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from torch import nn
 
 from alcoda.errors import UsageError
+from alcoda.model.attention import Latent
+from alcoda.model.blocks import Block, BlockConfig
 from alcoda.model.config import ModelConfig
-from alcoda.model.keys import KeyStore
+from alcoda.model.keys import KeyStore, open_context
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.norms import FusedRMSNorm, RMSNorm
+from alcoda.model.norms import FusedRMSNorm, LayerNorm, RMSNorm
 from alcoda.model.positions import Rope, rotate
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.shape import Cost, Place, Shape, linear, total
+from alcoda.model.value_embed import Table
+from alcoda.model.window import Pattern
 
 
 def small(**fields: Any) -> ModelConfig:
@@ -178,10 +183,111 @@ def test_fused_rmsnorm_is_rmsnorm_to_the_second_derivative() -> None:
     assert torch.autograd.gradgradcheck(fused, (x, weight))
 
 
-def test_training_on_a_cpu_takes_the_fused_rmsnorm_and_nothing_else_does() -> None:
-    norm = RMSNorm().build(small().shape)
+def test_fused_rmsnorm_without_a_weight_is_the_one_with_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        out = FusedRMSNorm.apply(x, None, 1e-6)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    torch.testing.assert_close(fused(x), torch.rms_norm(x, (8,), None, 1e-6), atol=1e-14, rtol=0)
+    (plain,) = torch.autograd.grad(fused(x).square().sum(), x)
+    (ones,) = torch.autograd.grad(FusedRMSNorm.apply(x, torch.ones(8, dtype=x.dtype), 1e-6).square().sum(), x)
+    torch.testing.assert_close(plain, ones, atol=1e-13, rtol=0)
+    assert torch.autograd.gradcheck(fused, (x,))
+    assert torch.autograd.gradgradcheck(fused, (x,))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_training_on_a_cpu_takes_the_fused_rmsnorm_and_nothing_else_does(weight: bool) -> None:
+    norm = RMSNorm(weight=weight).build(small().shape)
     x = torch.randn(2, 3, small().d_model, requires_grad=True)
     assert type(norm(x).grad_fn).__name__ == "FusedRMSNormBackward"
     with torch.no_grad():
         assert norm(x).grad_fn is None
     assert type(norm(x.detach()).grad_fn).__name__ != "FusedRMSNormBackward"
+
+
+# -- costs of the parts of a block ------------------------------------------------------------------------------------
+
+SHAPE = Shape(d_model=32, n_heads=4, d_head=12, d_ff=40, seq_len=48, vocab_size=64, bias=False)
+
+
+def test_cost_of_a_norm_without_weight_is_nothing() -> None:
+    for bias in (False, True):
+        for norm in (RMSNorm(weight=False), LayerNorm(weight=False)):
+            assert norm.cost(SHAPE._replace(bias=bias)) == Cost()
+
+
+def test_cost_of_latent_keys_by_hand() -> None:
+    # c: 32 -> 8; k and v: 8 -> 4 heads of 12.
+    assert Latent().key_cost(SHAPE) == Cost(
+        params=32 * 8 + 2 * 8 * 48, flops=2 * (32 * 8 + 2 * 8 * 48), kv=96, latent=8, sides=40 + 2 * 56
+    )
+    assert Latent(latent=5).key_cost(SHAPE).latent == 5
+    assert Latent().latent_width(3) == 1
+
+
+def test_cost_of_a_value_table_by_hand() -> None:
+    table = Table(gate_channels=7)
+    assert table.cost(SHAPE, 2, Place(3, 4)) == Cost(params=64 * 2 * 12 + 7 * 2, flops=2 * 7 * 2, sides=9)
+    assert table.cost(SHAPE, 2, Place(2, 4)) == Cost()
+    assert Table(gate=False).cost(SHAPE, 2, Place(3, 4)) == Cost(params=64 * 2 * 12)
+
+
+@pytest.mark.parametrize("kind", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("attention", [{"kind": "mha"}, {"kind": "gqa", "n_kv_heads": 2}, {"kind": "mla"}])
+def test_costs_of_keys_and_of_a_block_count_what_is_built(attention: dict[str, Any], kind: str) -> None:
+    """Keys are costed apart from queries, because the core may read frozen ones of the prelude's output."""
+    block = BlockConfig.model_validate(
+        {"attention": {**attention, "qk_norm": kind, "qk_bias": True}, "value_embed": {"kind": "table", "every": 1}}
+    )
+    for place in (Place(1, 4), Place(1, 4, own_keys=False)):
+        built = Block(block, SHAPE, place)
+        assert total(*block.cost(SHAPE, place).values()).params == sum(p.numel() for p in built.parameters())
+        sides = sum(m.in_features + m.out_features for m in built.modules() if isinstance(m, nn.Linear))
+        assert total(*block.cost(SHAPE, place).values()).sides == sides
+    keys = block.build_keys(SHAPE, place)
+    cost = block.key_cost(SHAPE, place)
+    assert cost.params == sum(p.numel() for p in keys.parameters())
+    assert cost.sides == sum(m.in_features + m.out_features for m in keys.modules() if isinstance(m, nn.Linear))
+    k, v = keys(torch.randn(2, 5, 32), None, torch.zeros(2, 5, dtype=torch.long))
+    assert cost.kv == (k.numel() + v.numel()) // 10
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_by_layer() -> None:
+    def sizes(n_layers: int, **fields: Any) -> list[int | None]:
+        window = Pattern(tokens=9, **fields)
+        return [window.at(Place(layer, n_layers)) for layer in range(n_layers)]
+
+    assert sizes(9) == [9, 9, 9, None, 9, 9, 9, None, None]
+    assert sizes(4, pattern="LS") == [None, 9, None, None]
+    assert sizes(3, pattern="S") == [9, 9, None]
+    assert sizes(1) == [None]
+    assert BlockConfig(window=Pattern(tokens=9)).windows() == (9,)
+    assert BlockConfig().windows() == ()
+
+
+def test_frozen_keys_are_read_through_the_window() -> None:
+    """A layer without keys of its own looks at the frozen ones through its window."""
+    block = BlockConfig(window=Pattern(tokens=3, pattern="SL"))
+    place = Place(2, 4, own_keys=False)
+    keys, layer = block.build_keys(SHAPE, place).double(), Block(block, SHAPE, place).double()
+    e_BTD, ids_BT = torch.randn(1, 8, 32, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.long)
+    position = Rope().build(SHAPE)
+    context = open_context(ids_BT, 1, position, block.windows(), None, None, None, torch.float64)
+
+    def last(e_BTD: torch.Tensor) -> torch.Tensor:
+        frozen = keys(e_BTD, context.rotation, ids_BT)
+        return layer(x_BTD, replace(context, frozen=(frozen,)), "core", 0)[0, -1]
+
+    x_BTD = torch.randn(1, 8, 32, dtype=torch.float64)
+    for pos in range(8):
+        changed = e_BTD.clone()
+        changed[0, pos] += 1
+        assert torch.equal(last(changed), last(e_BTD)) is (pos < 5)

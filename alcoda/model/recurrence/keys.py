@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
-from alcoda.config import Choice
+from torch import Tensor, nn
+
+from alcoda.config import Bool, Choice
+from alcoda.model.blocks import BlockConfig
+from alcoda.model.keys import CORE, Context
+from alcoda.model.shape import Cost, Place, Shape, total
 
 
 class CoreKeys(Choice, axis="keys"):
@@ -12,12 +18,25 @@ class CoreKeys(Choice, axis="keys"):
 
     own_keys: ClassVar[bool] = True
     """Whether the core's blocks project keys of their own."""
+    carries_anchor: ClassVar[bool] = False
+    """Whether the prelude's output reaches every loop through the keys."""
+
+    def check(self, position_rotates: bool) -> None:
+        """Raise ValueError where the choice does not fit the model's positions."""
+
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
+        """A module on ``(e_BTD, context)`` that gives the context of the loop; ``places`` are the core's."""
+        raise NotImplementedError
+
+    def cost(self, block: BlockConfig, shape: Shape, places: list[Place]) -> Cost:
+        """Once a pass."""
+        return Cost()
 
     def n_slots(self, n_loops: int) -> int:
         """Slots that each core layer fills when ``n_loops`` loops run: the cache grows by this many keys a token."""
         raise NotImplementedError
 
-    def slot_loop(self, loop: int) -> int:
+    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
         """The loop whose slot loop ``loop`` (0-based) reads and writes."""
         raise NotImplementedError
 
@@ -27,8 +46,62 @@ class PerLoop(CoreKeys):
 
     kind: Literal["per_loop"] = "per_loop"
 
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
+        return PerLoopModule()
+
     def n_slots(self, n_loops: int) -> int:
         return n_loops
 
-    def slot_loop(self, loop: int) -> int:
+    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
         return loop
+
+
+class AnchorKeys(CoreKeys):
+    """One projection of the prelude's output e a core layer, made once, frozen, read by every loop (CART, papers.md
+    2.1). Its form is the blocks' attention's (MLA: through the latent, as CART).
+
+    Causal like any keys: a query sees the anchors of its own and earlier positions. (CART's first code let it see all.)
+    The cache does not grow with the loops, and a token that leaves early leaves no hole in it.
+    """
+
+    kind: Literal["anchor"] = "anchor"
+    own_keys: ClassVar[bool] = False
+    carries_anchor: ClassVar[bool] = True
+    rope: Bool = False
+    """Whether rotary positions turn the core's queries and the anchors. CART's core has none."""
+
+    def check(self, position_rotates: bool) -> None:
+        if self.rope and not position_rotates:
+            raise ValueError("keys.rope=true without rotary positions: set position to rope, or keys.rope to false")
+
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
+        return AnchorKeysModule(self, block, shape, places)
+
+    def cost(self, block: BlockConfig, shape: Shape, places: list[Place]) -> Cost:
+        return total(*(block.key_cost(shape, place) for place in places))
+
+    def n_slots(self, n_loops: int) -> int:
+        return 1
+
+    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
+        return 0
+
+
+class PerLoopModule(nn.Module):
+    def forward(self, e_BTD: Tensor, context: Context) -> Context:
+        return context
+
+
+class AnchorKeysModule(nn.Module):
+    def __init__(self, config: AnchorKeys, block: BlockConfig, shape: Shape, places: list[Place]) -> None:
+        super().__init__()
+        self.rope = config.rope
+        self.layers = nn.ModuleList(block.build_keys(shape, place) for place in places)
+
+    def forward(self, e_BTD: Tensor, context: Context) -> Context:
+        rotation = context.rotation if self.rope else None
+        frozen = tuple(
+            context.keys(CORE, layer, *project(e_BTD, rotation, context.ids_BT))
+            for layer, project in enumerate(self.layers)
+        )
+        return replace(context, frozen=frozen, rotation=rotation)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from alcoda.config import Choice, Float, NonNegativeFloat, PositiveFloat
@@ -14,13 +16,15 @@ from alcoda.model.shape import Cost, Shape, linear
 
 
 class Update(Choice, axis="update"):
-    """``h = update(h, y, e)``, y the core's output."""
+    """``h = update(h, x, y, e)``: x what the core read, y what it made of it."""
 
     reads_anchor: ClassVar[bool] = False
     """Whether the prelude's output enters every update."""
+    needs_branches: ClassVar[bool] = False
+    """Whether y - x must be the core's branches, so that a norm of the sum (sandwich after_add) is refused."""
 
     def build(self, shape: Shape) -> nn.Module:
-        """A module on ``(h_BTD, y_BTD, e_BTD)``."""
+        """A module on ``(h_BTD, x_BTD, y_BTD, e_BTD)``."""
         raise NotImplementedError
 
     def cost(self, shape: Shape) -> Cost:
@@ -62,8 +66,36 @@ class Gate(Update):
         return Cost(first.params + second.params + 2 * d, first.flops + second.flops)
 
 
+class Lti(Update):
+    """``h = sigmoid(a) x + y``, a in R^d (CART as published, papers.md 2.1).
+
+    y contains x already (the core's residual stream), so the loop's linear gain is 1 + sigmoid(a), not sigmoid(a).
+    """
+
+    kind: Literal["lti"] = "lti"
+    start: Annotated[Float, Field(gt=0, lt=1)] = 0.9
+    """sigmoid(a) at the start."""
+
+    def build(self, shape: Shape) -> nn.Module:
+        return LtiModule(self.start, shape.d_model)
+
+    def cost(self, shape: Shape) -> Cost:
+        return Cost(params=shape.d_model)
+
+
+class LtiDelta(Lti):
+    """``h = sigmoid(a) x + (y - x)``: the core contributes its branches only, and the linear gain is sigmoid(a) < 1
+    (papers.md 2.1: what CART's text says of its loop)."""
+
+    kind: Literal["lti_delta"] = "lti_delta"  # pyrefly: ignore
+    needs_branches: ClassVar[bool] = True
+
+    def build(self, shape: Shape) -> nn.Module:
+        return LtiDeltaModule(self.start, shape.d_model)
+
+
 class OverwriteModule(nn.Module):
-    def forward(self, h_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+    def forward(self, h_BTD: Tensor, x_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
         return y_BTD
 
 
@@ -83,11 +115,40 @@ class GateModule(InitSpecial):
     def gate(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
         """g, the share of the old state that each dimension of each token keeps, in [0, 1]."""
         read_BTE = torch.cat([self.state_norm(h_BTD), self.anchor_norm(e_BTD)], -1)
-        logit_BTD = self.logit(F.silu(self.hidden(read_BTE))) / self.config.tau
+        logit_BTD = self.logit(F.silu(self.hidden(read_BTE)))
+        if self.config.tau != 1:
+            logit_BTD = logit_BTD / self.config.tau
         if self.training and self.config.noise:
             logit_BTD = torch.add(logit_BTD, torch.randn_like(logit_BTD), alpha=self.config.noise)
         return torch.sigmoid(logit_BTD)
 
-    def forward(self, h_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+    def forward(self, h_BTD: Tensor, x_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
         g_BTD = self.gate(h_BTD, e_BTD).to(h_BTD.dtype)
         return torch.lerp(y_BTD.to(h_BTD.dtype), h_BTD, g_BTD)
+
+    def describe(self, args: tuple[Tensor, ...], out: Tensor) -> dict[str, Tensor]:
+        """The gate's values."""
+        return {"gate": self.gate(args[0], args[3])}
+
+
+class LtiModule(InitSpecial):
+    def __init__(self, start: float, d_model: int) -> None:
+        super().__init__()
+        self.start = start
+        self.a = nn.Parameter(torch.empty(d_model))
+
+    def init_special(self) -> None:
+        self.a.fill_(math.log(self.start / (1 - self.start)))
+
+    def forward(self, h_BTD: Tensor, x_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        return torch.addcmul(y_BTD, torch.sigmoid(self.a).to(y_BTD.dtype), x_BTD.to(y_BTD.dtype))
+
+    def describe(self, args: tuple[Tensor, ...], out: Tensor) -> dict[str, Tensor]:
+        """sigmoid(a), by dimension."""
+        return {"sigma_a": torch.sigmoid(self.a)}
+
+
+class LtiDeltaModule(LtiModule):
+    def forward(self, h_BTD: Tensor, x_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        # sigmoid(a) x + (y - x) = y - sigmoid(-a) x, in one pass over memory.
+        return torch.addcmul(y_BTD, torch.sigmoid(-self.a).to(y_BTD.dtype), x_BTD.to(y_BTD.dtype), value=-1)

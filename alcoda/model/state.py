@@ -1,0 +1,89 @@
+"""What a loop hands to the next one, and how some of its rows are taken out and put back.
+
+Every part is a row a token, so that a router can run some tokens of a sequence, the driver some sequences of a batch,
+and an engine any tokens of any requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alcoda.model.keys import Context
+
+
+class State(NamedTuple):
+    """The loop's state.
+
+    Attributes:
+        h_BTD: the state proper.
+        kept: earlier states that the carry-in mixes, [B, T, D] each, newest first.
+        route: what the router knows of each token, [B, T] each.
+        aux_BT: the router's auxiliary loss so far, a token.
+    """
+
+    h_BTD: Tensor
+    kept: tuple[Tensor, ...] = ()
+    route: tuple[Tensor, ...] = ()
+    aux_BT: Tensor | None = None
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> State:
+        """``f`` of every tensor."""
+        return self.merge(self, lambda x, _: f(x))
+
+    def merge(self, other: State, f: Callable[[Tensor, Tensor], Tensor]) -> State:
+        """``f`` of every tensor and its counterpart in ``other``."""
+        return State(
+            f(self.h_BTD, other.h_BTD),
+            tuple(f(a, b) for a, b in zip(self.kept, other.kept, strict=True)),
+            tuple(f(a, b) for a, b in zip(self.route, other.route, strict=True)),
+            None if self.aux_BT is None or other.aux_BT is None else f(self.aux_BT, other.aux_BT),
+        )
+
+
+Run = Callable[[State, Tensor, int | Tensor, Context], State]
+"""One loop of the rows it is given: (state, e, loop, context) -> state."""
+
+
+class Readout(NamedTuple):
+    """The model at one depth: what the head reads, ``y_BTD``, and the state that it comes from."""
+
+    y_BTD: Tensor
+    state: State
+
+
+def tokens_at(x: Tensor, index_BK: Tensor) -> Tensor:
+    """Some tokens of each sequence: ``[B, T, ...]`` as ``[B, K, ...]``."""
+    return x.gather(1, _widened(index_BK, x))
+
+
+def put_tokens(x: Tensor, index_BK: Tensor, new: Tensor) -> Tensor:
+    """``x`` with ``new`` at those tokens."""
+    return x.scatter(1, _widened(index_BK, x), new.to(x.dtype))
+
+
+def _widened(index_BK: Tensor, like: Tensor) -> Tensor:
+    return index_BK.view(*index_BK.shape, *[1] * (like.dim() - 2)).expand(-1, -1, *like.shape[2:])
+
+
+def in_rows(
+    run: Run, state: State, e_BTD: Tensor, loop: int, context: Context, rows: Sequence[int] | None, n_loops: int
+) -> State:
+    """``run`` loop ``loop`` of ``n_loops``, on the rows that have begun.
+
+    Args:
+        rows: loops of each row; None: all run all. A row with fewer than ``n_loops`` idles at the start, so that the
+            last loops, which carry the gradients, are the last of every row (Parcae, papers.md 5.2).
+    """
+    if rows is None:
+        return run(state, e_BTD, loop, context)
+    began = [row for row, n in enumerate(rows) if n_loops - n <= loop]
+    index_N = torch.tensor(began, device=e_BTD.device)
+    loop_N = torch.tensor([loop - (n_loops - rows[row]) for row in began], device=e_BTD.device)
+    if len(began) == len(rows):
+        return run(state, e_BTD, loop_N, context)
+    new = run(state.map(lambda x: x[index_N]), e_BTD[index_N], loop_N, context.rows(index_N))
+    return state.merge(new, lambda x, x_new: x.index_copy(0, index_N, x_new.to(x.dtype)))

@@ -1,0 +1,125 @@
+"""What commands print: tables, lines of JSON, numbers with a unit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def say(text: str) -> None:
+    """A line on stderr: beside what scripts read."""
+    print(text, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+
+
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, n_left: int = 1
+) -> None:
+    """A table as wide as it needs."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < n_left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # As wide as it needs: a wrapped row can be read, a number that is cut off cannot.
+    console = Console()
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=500), table).maximum)
+    console.print(table)
+
+
+def flops(number: float) -> str:
+    """With a unit, to three places."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return f"{number:.0f}"
+
+
+def gain(result: Any, loops: int) -> str:
+    """Bits saved over the shallowest depth of an `EvalResult`, with the interval."""
+    saved = next((g for g in result.gain if g.to_loops == loops), None)
+    return f"{saved.bits_per_byte:+.4f} [{saved.low:+.4f}, {saved.high:+.4f}]" if saved else ""
+
+
+def print_ledger(name: str, one: Any) -> None:
+    """A `Ledger` as a table, and its means in a line."""
+    rows = [
+        [t.name, f"{t.params:,}", flops(t.forward_flops), flops(t.training_flops), f"{t.kv_bytes:,}"] for t in one.terms
+    ]
+    rows.append(
+        [
+            "total",
+            f"{one.params:,}",
+            flops(one.forward_flops_per_token),
+            flops(one.training_flops_per_token),
+            f"{one.kv_bytes_per_token:,}",
+        ]
+    )
+    print_table(["a token", "params", "forward FLOPs", "training FLOPs", "KV bytes"], rows, name)
+    print(
+        f"at {one.loops} loops and {one.seq_len} tokens of context; "
+        f"training at a mean of {one.training_loops:.2f} loops, {one.training_grad_loops:.2f} with gradients; "
+        f"decoding costs {flops(one.decode_flops_per_token)} FLOPs a token; "
+        f"{one.effective_params:,} parameters with every loop counted"
+    )
+    if one.latent_kv_bytes_per_token != one.kv_bytes_per_token:
+        latent = one.latent_kv_bytes_per_token
+        print(f"a cache of latents, expanded when they are read, would keep {latent:,} bytes a token")
+
+
+def print_match(found: Any, recipes: Sequence[Path], settings: Sequence[str], as_json: bool) -> None:
+    """A `MatchResult` as a table, and the settings that reproduce it."""
+    if as_json:
+        print_json({"recipe": str(recipes[0]), "target_recipe": str(recipes[1]), **found.to_json()})
+        return
+    rows = [
+        [
+            name,
+            f"{side.value:,}",
+            f"{side.ledger.params:,}",
+            f"{side.ledger.effective_params:,}",
+            flops(side.ledger.forward_flops_per_token),
+            flops(side.ledger.training_flops_per_token),
+            *([flops(side.cost)] if found.free == "tokens" else []),
+        ]
+        for name, side in (
+            (f"{recipes[0]}, before", found.before),
+            (f"{recipes[0]}, after", found.after),
+            (f"{recipes[1]}", found.target),
+        )
+    ]
+    header = ["a token", found.free, "params", "effective params", "forward FLOPs", "training FLOPs"]
+    print_table(header + (["FLOPs of the run"] if found.free == "tokens" else []), rows)
+    print(f"{found.compared}: {found.off_percent:+.3f}% of the second recipe's")
+    print(" ".join(f"--set {shlex.quote(setting)}" for setting in (*settings, *found.settings)))
+
+
+def print_recipes(found: Any) -> None:
+    """A `Catalogue` as two tables."""
+    rows = [
+        [
+            one.name,
+            f"{one.params:,}",
+            f"{one.effective_params:,}",
+            flops(one.forward_flops_per_token),
+            flops(one.training_flops_per_token),
+            one.source,
+        ]
+        for one in found.recipes
+    ]
+    head = ["recipe", "params", "with every loop", "forward FLOPs", "training FLOPs", "source"]
+    print_table(head, rows, f"{found.folder} (FLOPs a token: forward at n_loops, training at the mean depth)")
+    if found.overlays:
+        print_table(["overlay", "what it changes"], [[one.name, one.description] for one in found.overlays])

@@ -1,0 +1,88 @@
+"""Where a new run starts from: the weights of another run, where the recipe says ``init_from``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alcoda import progress
+from alcoda.data.tokenizer import Tokenizer
+from alcoda.errors import UsageError
+from alcoda.model.lm import RecurrentLM
+from alcoda.training import checkpoint
+from alcoda.training.load import check_tokenizer, pick_checkpoint
+from alcoda.training.recipe import Recipe
+from alcoda.training.run import RunFolder
+
+
+def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFolder) -> dict[str, Any]:
+    """Copy the weights that ``recipe.init_from`` names into ``model``, tensor by tensor of the same name.
+
+    What only ``model`` has keeps its fresh values; what only the other has is left. Both are said.
+
+    Args:
+        run: the new run; what its record says of the source has to hold still (it died before its first checkpoint).
+
+    Returns:
+        For run.json: ``init_from`` with ``run``, ``checkpoint``, ``train_step``, ``sha256`` of the weights, and the
+        names under ``fresh`` and ``left``; empty where the recipe starts from fresh weights.
+
+    Raises:
+        UsageError: no such run or checkpoint, another tokenizer, or a tensor of another shape.
+        RunError: the checkpoint is damaged.
+    """
+    if recipe.init_from is None:
+        return {}
+    source = RunFolder(recipe.init_from.run).check()
+    where = pick_checkpoint(source, recipe.init_from.checkpoint)
+    what = f"init_from {source.path} ({where.name})"
+    manifest = checkpoint.check(where)
+    theirs = source.load_tokenizer()
+    check_tokenizer(source, where, theirs)
+    if theirs.sha256 != tokenizer.sha256:
+        raise UsageError(
+            f"{what}: its tokenizer is another one (sha256 {theirs.sha256[:12]}, and {tokenizer.sha256[:12]} here): "
+            f"the ids would stand for other text. Set data.tokenizer to {{kind: file, path: {source.tokenizer}}}"
+        )
+    digest = manifest["files"][checkpoint.WEIGHTS]["sha256"]
+    before = run.record().get("init_from") if run.run_json.exists() else None
+    if before is not None and before["sha256"] != digest:
+        raise UsageError(
+            f"{what}: its weights are others than when {run.path} was begun (it had no checkpoint yet): name the "
+            f"checkpoint ({before['checkpoint']}), or begin anew with another --out"
+        )
+    fresh, left = copy_weights(checkpoint.read_weights(where), model, what)
+    for names, words in ((fresh, "start fresh, the run has none"), (left, "are left out, the new model has none")):
+        if names:
+            progress.say(f"{what}: {', '.join(names)} {words}")
+    found = {"run": str(source.path), "checkpoint": where.name, "train_step": manifest["train_step"], "sha256": digest}
+    return {"init_from": {**found, "fresh": fresh, "left": left}}
+
+
+def copy_weights(have: dict[str, torch.Tensor], model: RecurrentLM, what: str) -> tuple[list[str], list[str]]:
+    """Fill ``model`` with the tensors of ``have`` that it has too.
+
+    Returns:
+        What only the model has, and what only ``have`` has: a part of the model by its name where that holds of all of
+        it, else tensor by tensor.
+    """
+    want = model.state_dict()
+    wrong = [
+        f"{name} is {tuple(have[name].shape)} there and {tuple(tensor.shape)} here"
+        for name, tensor in want.items()
+        if name in have and have[name].shape != tensor.shape
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise UsageError(
+            f"{what}: {shown}. Give the model the sizes of that run, or another choice where it may differ"
+        )
+    model.load_state_dict({name: tensor for name, tensor in have.items() if name in want}, strict=False)
+    return _only(want, have), _only(have, want)
+
+
+def _only(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    shared = {name.split(".")[0] for name in ours if name in theirs}
+    parts = (name if name.split(".")[0] in shared else name.split(".")[0] for name in ours if name not in theirs)
+    return list(dict.fromkeys(parts))

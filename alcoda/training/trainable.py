@@ -1,0 +1,54 @@
+"""Which parts of a model learn, and which run its weights come from: the entries ``trainable`` and ``init_from``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import model_validator
+
+from alcoda import progress
+from alcoda.config import Config
+from alcoda.errors import did_you_mean
+from alcoda.model.config import ModelConfig
+from alcoda.model.lm import RecurrentLM
+
+
+class InitFrom(Config):
+    """A run whose weights a new run starts from. It is read when the run begins, and not when it is resumed."""
+
+    run: str
+    """The run folder."""
+    checkpoint: str = "best"
+    """best, last, or a checkpoint's name (step_00000500)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        return {"run": data} if isinstance(data, str) else data
+
+
+def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:
+    """ValueError where ``trainable`` names what the model does not have, or nothing that could learn."""
+    with torch.device("meta"):
+        model = RecurrentLM(config)
+    n_params = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+    for name in trainable:
+        if name not in n_params:
+            raise ValueError(f"trainable: this model has no part {name!r}{did_you_mean(name, n_params)}")
+    if not any(n_params[name] for name in trainable):
+        with_params = ", ".join(name for name, n in n_params.items() if n)
+        raise ValueError(
+            f"trainable={list(trainable)} leaves nothing to train: no part with parameters is named. Those with "
+            f"parameters are {with_params}; null trains all"
+        )
+
+
+def freeze(model: RecurrentLM, trainable: Sequence[str] | None) -> None:
+    """Let only the named parts learn; all where None. Before the optimizer is built, so that it owns no other."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable is None or name.split(".")[0] in trainable)
+    if trainable is not None:
+        learn, of = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
+        progress.say(f"trainable: {learn:,} of {of:,} parameters learn ({', '.join(trainable)})")

@@ -1,0 +1,223 @@
+"""The project's recipes: each is what it says it is, at the size that is published, and matched where it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from alcoda.model.cost import Ledger
+from alcoda.model.lm import RecurrentLM
+from alcoda.training.library import is_overlay, project_recipes, recipe_files
+from alcoda.training.recipe import Recipe, load_recipe
+
+ROOT = project_recipes()
+FILES = recipe_files(ROOT)
+OVERLAYS = {file.stem for file in FILES if is_overlay(file, ROOT)}
+NAMES = [file.relative_to(ROOT).with_suffix("").as_posix() for file in FILES if not is_overlay(file, ROOT)]
+MINI = sorted(name.removeprefix("mini/") for name in NAMES if name.startswith("mini/"))
+LARGEST_LINE = 120
+WITHIN = 0.005
+
+
+def numel(recipe: Recipe) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in RecurrentLM(recipe.model).parameters())
+
+
+def test_the_recipes_that_there_are() -> None:
+    """The list is read from the folder: it is not empty, and holds each design twice in mini."""
+    designs = {"grt", "elastic", "cart", "huginn", "parcae", "mor", "mor_token_choice", "ouro", "rrt"}
+    assert set(MINI) == {"dense"} | designs | {f"{name}_isoparam" for name in designs}
+    assert len([name for name in NAMES if name.startswith("papers/cart_d")]) == 14  # with dense_7l and dense_12l
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe(name: str) -> None:
+    file = ROOT / f"{name}.yaml"
+    recipe = load_recipe(file)
+    assert recipe.resolved().name == file.stem
+    assert recipe.source and recipe.description and "\n" not in recipe.description
+    assert "papers.md" in recipe.source
+    assert recipe.ledger().params == numel(recipe)
+    assert max(map(len, file.read_text(encoding="utf-8").splitlines())) <= LARGEST_LINE
+
+
+def millions(name: str) -> float:
+    return load_recipe(f"papers/{name}").ledger().params / 1e6
+
+
+@pytest.mark.parametrize("r", [6, 8, 10])
+@pytest.mark.parametrize(
+    ("d", "params"), [(256, 14_365_187), (512, 41_051_139), (768, 75_339_267), (1024, 125_093_891)]
+)
+def test_cart(d: int, r: int, params: int) -> None:
+    """The stored sizes are published: 14.37, 41.05, 75.34, 125.09 M (papers.md 2.1). They do not grow with R."""
+    recipe = load_recipe(f"papers/cart_d{d}_r{r}")
+    ledger = recipe.ledger()
+    assert ledger.params == params
+    core = sum(term.params for term in ledger.terms if term.name.startswith("core."))
+    shared = d + 3 + 32 * d  # update, hyper-connections and loop embedding are used in every loop too
+    assert ledger.effective_params == params + (r - 1) * (core + shared)
+    assert ledger.loops == r and ledger.latent_kv_bytes_per_token == 2 * 8 * d // 4  # (P + 2) d / 4 floats
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "within"),
+    [
+        ("huginn_3.5b", 3500, 0.02),
+        ("parcae_140m", 140, 0.06),
+        ("parcae_370m", 370, 0.06),
+        ("parcae_770m", 770, 0.06),
+        ("parcae_1.3b", 1300, 0.06),
+        ("ouro_1.4b", 1400, 0.03),
+        ("elastic_135m", 135, 0.01),
+    ],
+)
+def test_sizes_are_near_the_published_ones(name: str, published: float, within: float) -> None:
+    """They are published by these rounded names only."""
+    assert millions(name) == pytest.approx(published, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("mor_360m_r2", 167), ("mor_360m_r3", 118), ("mor_360m_r3_token_choice", 118)],
+)
+def test_mor(name: str, published: float) -> None:
+    """Without the embedding, SmolLM-360M has 315 M, MoR on it 167 and 118 M."""
+    block_params = 2 * 960 * 960 + 2 * 960 * 320 + 3 * 960 * 2560
+    assert round(32 * block_params / 1e6) == 315
+    model = load_recipe(f"papers/{name}").model
+    assert model.n_blocks_run == 32 and model.n_core * model.n_loops == 30
+    assert round(millions(name) - 49152 * 960 / 1e6) == published
+
+
+def test_grt_stays() -> None:
+    assert load_recipe("papers/grt_medium_isoflop").ledger().params == 171_073_536
+    assert load_recipe("papers/grt_large_isoparam").ledger().params == 781_780_480
+
+
+def test_the_arms_of_grts_comparison() -> None:
+    """The same blocks and injection; the gate's 3 d^2 + 4 d less; the Poisson arm loops R times in the mean."""
+    base = load_recipe("papers/grt_small_isoflop")
+    for name, mean in (("grt_small_poisson", 10.0), ("grt_small_heavy_tail", 10 * 1.328)):
+        arm = load_recipe(f"papers/{name}")
+        changed = {
+            field for field in type(arm.model).model_fields if getattr(arm.model, field) != getattr(base.model, field)
+        }
+        assert changed == {"inject", "update"}
+        assert base.ledger().params - arm.ledger().params == 3 * 768**2 + 4 * 768
+        assert arm.ledger().training_loops == pytest.approx(mean, rel=0.003)
+
+
+def mini(name: str) -> tuple[Recipe, Ledger]:
+    recipe = load_recipe(f"mini/{name}")
+    return recipe, recipe.ledger()
+
+
+@pytest.mark.parametrize("name", MINI)
+def test_mini_is_matched_to_dense(name: str) -> None:
+    dense_recipe, dense = mini("dense")
+    recipe, ledger = mini(name)
+    by_params = name.endswith("_isoparam")
+    found, goal = (
+        (ledger.params, dense.params)
+        if by_params
+        else (ledger.training_flops_per_token, dense.training_flops_per_token)
+    )
+    assert abs(found / goal - 1) <= WITHIN
+    # Both are matched, and not one number twice: what is not matched differs.
+    other = (
+        ledger.training_flops_per_token / dense.training_flops_per_token if by_params else ledger.params / dense.params
+    )
+    assert name == "dense" or abs(other - 1) > 10 * WITHIN
+    assert 2e6 < ledger.params < 10e6 and 128 <= recipe.model.shape.d_ff <= 2048
+    assert (recipe.data, recipe.train) == (dense_recipe.data, dense_recipe.train)
+    sizes = ("vocab_size", "seq_len", "d_model", "n_heads")
+    assert all(getattr(recipe.model, size) == getattr(dense_recipe.model, size) for size in sizes)
+
+
+def test_a_mini_recipe_with_another_d_ff_is_not_matched() -> None:
+    """The control: eight more in d_ff are seen."""
+    recipe, _ = mini("grt")
+    assert recipe.model.d_ff is not None
+    wider = load_recipe("mini/grt", [f"model.d_ff={recipe.model.d_ff + 8}"]).ledger()
+    assert abs(wider.training_flops_per_token / mini("dense")[1].training_flops_per_token - 1) > WITHIN
+
+
+GRT_BASES = ("papers/grt_small_isoflop", "mini/grt")
+CART_BASES = ("papers/cart_d1024_r6", "mini/cart")
+RUNGS = ("grt_1_recurrence", "grt_2_prelude_coda", "grt_3_state_noise", "grt_4_injection", "grt_5_gate")
+
+
+def test_every_overlay_is_tested() -> None:
+    cart = {"unfrozen_keys", "one_loop", "unshared_core", "no_hyper", "no_lti", "no_loop_index"}
+    assert {*RUNGS, *(f"cart_{name}" for name in cart)} == OVERLAYS
+    for name in OVERLAYS:
+        data: dict[str, Any] = yaml.safe_load((ROOT / "ablations" / f"{name}.yaml").read_text(encoding="utf-8"))
+        assert data["description"] and set(data) <= {"description", "model", "eval"}
+
+
+def put(base: str, *overlays: str) -> tuple[Recipe, Ledger]:
+    recipe = load_recipe(base, (), [f"ablations/{name}" for name in overlays])
+    recipe.resolved()
+    assert recipe.ledger().params == numel(recipe)
+    return recipe, recipe.ledger()
+
+
+@pytest.mark.parametrize("base", GRT_BASES)
+def test_the_ladder_of_grt(base: str) -> None:
+    """Each rung adds what it says: two stacks, nothing, W_proj, the gate; the last one is the base."""
+    whole, goal = load_recipe(base), load_recipe(base).ledger()
+    rungs = [put(base, name) for name in RUNGS]
+    (alone, *_, last), ledgers = [recipe for recipe, _ in rungs], [ledger for _, ledger in rungs]
+    d, loops = whole.model.d_model, whole.model.n_loops
+    assert last.model == whole.model and ledgers[-1].params == goal.params
+    assert alone.model.n_blocks_run == whole.model.n_core * loops
+
+    def parts(names: tuple[str, ...], what: str) -> float:
+        return sum(getattr(term, what) for term in goal.terms if term.name.startswith(names))
+
+    flops = [ledger.forward_flops_per_token for ledger in ledgers]
+    params = [ledger.params for ledger in ledgers]
+    assert params[1] - params[0] == parts(("prelude.", "coda."), "params")
+    assert flops[1] - flops[0] == parts(("prelude.", "coda."), "forward_flops")
+    assert (params[2], flops[2]) == (params[1], flops[1])
+    assert (params[3] - params[2], flops[3] - flops[2]) == (2 * d * d + d, loops * 4 * d * d)
+    assert (params[4] - params[3], flops[4] - flops[3]) == (3 * d * d + 4 * d, loops * 6 * d * d)
+    noises = [getattr(recipe.model.inject, "noise", 0.0) for recipe, _ in rungs]
+    assert noises == [0.0, 0.0, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("base", CART_BASES)
+def test_the_ablations_of_cart(base: str) -> None:
+    whole, goal = put(base)
+    d, loops = whole.model.d_model, whole.model.n_loops
+    terms = {term.name: term for term in goal.terms}
+    core = [term for name, term in terms.items() if name.startswith("core.")]
+    for name, params in (("no_hyper", 3), ("no_lti", d), ("no_loop_index", 32 * d)):
+        _, ledger = put(base, f"cart_{name}")
+        assert goal.params - ledger.params == params
+        assert ledger.forward_flops_per_token == goal.forward_flops_per_token
+
+    _, one = put(base, "cart_one_loop")
+    assert (one.loops, one.training_loops, one.params) == (1, 1, goal.params)
+    assert (
+        goal.forward_flops_per_token - one.forward_flops_per_token
+        == sum(term.forward_flops for term in core) * (loops - 1) / loops
+    )
+
+    _, own = put(base, "cart_unfrozen_keys")
+    assert own.params == goal.params
+    keys = terms["keys"]
+    assert own.forward_flops_per_token - goal.forward_flops_per_token == (loops - 1) * keys.forward_flops
+    assert own.kv_bytes_per_token - goal.kv_bytes_per_token == (loops - 1) * keys.kv_bytes > 0
+
+    recipe, unshared = put(base, "cart_unshared_core")
+    assert unshared.params - goal.params == (loops - 1) * sum(term.params for term in core)
+    assert unshared.forward_flops_per_token == goal.forward_flops_per_token
+    assert recipe.model.max_loops == loops and recipe.resolved().eval.loops == (loops,)
+    both, _ = put(base, "cart_unshared_core", "cart_unfrozen_keys")
+    assert both.model.keys.own_keys and not both.model.sharing.is_tied
