@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,7 +227,7 @@ def cost(
     files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
     if by is not None or free is not None or at is not None:
         if by is None or free is None:
-            raise UsageError("--match, --free and --at go together: for example --match flops --free d_ff")
+            raise UsageError("--match and --free go together (--at with them): for example --match flops --free d_ff")
         if len(recipes) != 2:
             raise UsageError(f"--match takes two recipes, one to change and one to meet (got {len(recipes)})")
         if loops is not None:
@@ -382,8 +383,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
         say(
-            f"error: {type(error).__name__}: {error}\n"
+            f"error: {type(error).__name__}: {error} ({Path(where.filename).name} line {where.lineno})\n"
             "(this is unexpected; alcoda --debug COMMAND shows where it happened)"
         )
         sys.exit(1)

@@ -14,9 +14,8 @@ with the difference that a choice can be added from another file.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, core_schema
@@ -81,6 +80,11 @@ class Choice(Config):
             return
         kind = cls.model_fields["kind"].default
         if isinstance(kind, str):
+            named = get_args(cls.model_fields["kind"].annotation)
+            if named != (kind,):
+                raise TypeError(
+                    f"{cls.__qualname__}: kind is Literal{list(named)} and its default {kind!r}; both must say the same"
+                )
             other = cls.choices.get(kind)
             if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise TypeError(
@@ -137,4 +141,4 @@ def validate(cls: type[T], data: Any, what: str | None = None) -> T:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise explain(error, what or inspect.getdoc(cls) or cls.__name__) from None
+        raise explain(error, what or cls.__name__) from None

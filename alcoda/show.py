@@ -72,7 +72,7 @@ def print_ledger(name: str, one: Any) -> None:
         f"at {one.loops} loops and {one.seq_len} tokens of context; "
         f"training at a mean of {one.training_loops:.2f} loops, {one.training_grad_loops:.2f} with gradients; "
         f"decoding costs {flops(one.decode_flops_per_token)} FLOPs a token; "
-        f"{one.effective_params:,} parameters with every loop counted"
+        f"{one.effective_params:,} effective parameters (every loop counted)"
     )
     if one.latent_kv_bytes_per_token != one.kv_bytes_per_token:
         latent = one.latent_kv_bytes_per_token
@@ -119,7 +119,7 @@ def print_recipes(found: Any) -> None:
         ]
         for one in found.recipes
     ]
-    head = ["recipe", "params", "with every loop", "forward FLOPs", "training FLOPs", "source"]
+    head = ["recipe", "params", "effective params", "forward FLOPs", "training FLOPs", "source"]
     print_table(head, rows, f"{found.folder} (FLOPs a token: forward at n_loops, training at the mean depth)")
     if found.overlays:
         print_table(["overlay", "what it changes"], [[one.name, one.description] for one in found.overlays])

@@ -60,7 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What each changes in the plain loop."""
 REQUIRED = ("gate", "lti", "anchor", "diagonal", "hyper", "lora")
 TARGET = 0.85
-DECODED = ("gate", "lti", "anchor", "hyper", "lora")
+DECODED = ("gate", "diagonal", "lti", "anchor", "hyper", "lora")
 FF_STEP = 16
 """The plain loop's d_ff is a multiple of it, as matrix products like; FLOPs that still differ are divided out."""
 DECODE_TOKENS = 8

@@ -33,18 +33,20 @@ class LoopPlan(NamedTuple):
         n_free, n_grad: of the deepest row.
         rows: loops of each row of the batch; None where every row runs all of them. A row of fewer loops idles at the
             start (Parcae, papers.md 5.2), so that the loops with gradients are those of every row.
+        draw: uniform in [0, 1): what else an objective draws of the step's depths, the same for every rank.
     """
 
     n_free: int
     n_grad: int
     rows: tuple[int, ...] | None = None
+    draw: float = 0.0
 
     @classmethod
-    def of(cls, rows: Sequence[int], last_k: int | None) -> LoopPlan:
+    def of(cls, rows: Sequence[int], last_k: int | None, draw: float = 0.0) -> LoopPlan:
         """The plan of rows of these depths, of which the last ``last_k`` loops carry gradients (None: all)."""
         n_loops = max(rows)
         n_grad = n_loops if last_k is None else min(n_loops, last_k)
-        return cls(n_loops - n_grad, n_grad, None if min(rows) == n_loops else tuple(rows))
+        return cls(n_loops - n_grad, n_grad, None if min(rows) == n_loops else tuple(rows), draw)
 
     @property
     def n_loops(self) -> int:
@@ -68,7 +70,7 @@ class LoopPlan(NamedTuple):
         size, rest = divmod(len(self.rows), n)
         if rest or not 0 <= i < n:
             raise ValueError(f"part {i} of {n}: {len(self.rows)} rows do not split so")
-        return LoopPlan.of(self.rows[i * size : (i + 1) * size], self.n_grad)
+        return LoopPlan.of(self.rows[i * size : (i + 1) * size], self.n_grad, self.draw)
 
 
 class Depth(Choice, axis="depth"):
@@ -103,7 +105,8 @@ class Depth(Choice, axis="depth"):
     def draw(self, seed: int, train_step: int, n_rows: int) -> LoopPlan:
         """The depths of one training step on a global batch of ``n_rows`` (of a resolved sampler)."""
         generator = np.random.default_rng([_STREAM, seed, train_step])
-        return LoopPlan.of(self.rows(generator, train_step, n_rows), self.last_k)
+        rows = self.rows(generator, train_step, n_rows)
+        return LoopPlan.of(rows, self.last_k, float(generator.random()))
 
     @property
     def mean_loops(self) -> float:

@@ -53,6 +53,7 @@ def decode(
         dtype: of the passes.
     """
     model.config.check_loops(loops)
+    model.config.check_decodes()
     _check(len(prompt), max_tokens, temperature, top_k, seed, model.config.seq_len)
     generator = torch.Generator().manual_seed(seed)
     room = min(max_tokens, model.config.seq_len - len(prompt))

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from alcoda.laws.law import LawBroken, Place, each, require
-from alcoda.laws.subject import Subject, bitwise, depths, tokens
+from alcoda.laws.subject import DEEP, Subject, at_most, bitwise, depths, long_text, tokens
 from alcoda.model.lm import RecurrentLM
 
 T = 12
-CHANGED = (1, T // 2, T - 1)
-"""Row i of the batch has its token changed at CHANGED[i]."""
 
 
 def logits(model: RecurrentLM, ids_BT: Tensor, n_loops: int, trains: bool) -> Tensor:
@@ -30,38 +28,48 @@ def logits(model: RecurrentLM, ids_BT: Tensor, n_loops: int, trains: bool) -> Te
         return model.train()(ids_BT, n_loops).detach()
 
 
-def check_no_leak(model: RecurrentLM, n_loops: int, trains: bool) -> None:
+def check_no_leak(model: RecurrentLM, n_loops: int, trains: bool, n_tokens: int = T) -> None:
     """Training takes another attention kernel than inference (`attention._attend_explicit`), and draws noise."""
-    ids_BT = tokens(len(CHANGED), T)
+    places = (1, n_tokens // 2, n_tokens - 1)  # row i of the batch has its token changed at places[i]
+    ids_BT = tokens(len(places), n_tokens)
     changed_BT = ids_BT.clone()
-    for row, t in enumerate(CHANGED):
+    for row, t in enumerate(places):
         changed_BT[row, t] = (changed_BT[row, t] + 1) % model.config.vocab_size
     before, after = logits(model, ids_BT, n_loops, trains), logits(model, changed_BT, n_loops, trains)
     off_BT = (before - after).abs().amax(-1)
     leaks: list[Place] = []
     sources: list[int] = []
-    for row, t in enumerate(CHANGED):
+    for row, t in enumerate(places):
         found = (~(off_BT[row, :t] <= bitwise(model.config))).nonzero().flatten().tolist()
         leaks += [(row, place) for place in found]
         sources += [t] if found else []
     if leaks:
-        worst = max(off_BT[row, :t].max().item() for row, t in enumerate(CHANGED))
+        worst = max(off_BT[row, :t].max().item() for row, t in enumerate(places))
         which = ", ".join(map(str, sources))
         raise LawBroken(f"leak: the token at {which} changes logits before it, by up to {worst:.3g}", leaks)
     if model.config.route.gathers:  # a token that runs no loop may change nothing; not every one of them
-        require(off_BT.max() > 1e-6, "no changed token changes anything at all", [*enumerate(CHANGED)])
+        require(off_BT.max() > 1e-6, "no changed token changes anything at all", [*enumerate(places)])
         return
-    for row, t in enumerate(CHANGED):
+    for row, t in enumerate(places):
         require(off_BT[row, t] > 1e-6, f"the token at {t} changes nothing at {t}", [(row, t)])
         # In any model: where layers have windows, the last one has none.
-        require(off_BT[row, T - 1] > 1e-9, f"the token at {t} is not seen at {T - 1}", [(row, T - 1)])
+        require(off_BT[row, -1] > 1e-9, f"the token at {t} is not seen at {n_tokens - 1}", [(row, n_tokens - 1)])
 
 
 def no_leak(subject: Subject) -> None:
-    """At evaluation, at each depth."""
-    each((f"{n} loops", lambda n=n: check_no_leak(subject.model(), n, trains=False)) for n in depths(subject.config))
+    """At evaluation, at each depth, and in a longer text."""
+    _each_way(subject, trains=False)
 
 
 def no_leak_in_training(subject: Subject) -> None:
-    """With gradients and noise, at each depth."""
-    each((f"{n} loops", lambda n=n: check_no_leak(subject.model(), n, trains=True)) for n in depths(subject.config))
+    """With gradients and noise, at each depth, and in a longer text."""
+    _each_way(subject, trains=True)
+
+
+def _each_way(subject: Subject, trains: bool) -> None:
+    config = subject.config
+    ways = [(n, T) for n in depths(config, DEEP)] + [(at_most(config, 3), long_text(config))]
+    each(
+        (f"{n} loops, {n_tokens} tokens", lambda n=n, k=n_tokens: check_no_leak(subject.model(), n, trains, k))
+        for n, n_tokens in ways
+    )

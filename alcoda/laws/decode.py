@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alcoda.laws.law import LawBroken, Parts, close_logits, each, require
-from alcoda.laws.subject import EXACT, Subject, bitwise, depths, tokens
+from alcoda.laws.subject import DEEP, EXACT, Subject, at_most, bitwise, depths, long_text, tokens
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
 
@@ -23,15 +23,15 @@ def in_chunks(model: RecurrentLM, ids_BT: Tensor, n_loops: int, cuts: Sequence[i
 
 
 @torch.no_grad()
-def check_cached(model: RecurrentLM, n_loops: int, store: type[KeyStore] = KeyStore) -> None:
+def check_cached(model: RecurrentLM, n_loops: int, store: type[KeyStore] = KeyStore, n_tokens: int = T) -> None:
     """Prefill, chunked prefill and decoding are the full pass."""
-    ids_BT, parts = tokens(2, T), Parts()
+    ids_BT, parts = tokens(2, n_tokens), Parts()
     full = model(ids_BT, n_loops)
     # A capacity of 2 makes the buffers grow several times.
     for what, cuts in {
-        "decoding from the first token": [1] * T,
-        "prefill of 7, then decoding": [7, *[1] * (T - 7)],
-        "chunked prefill": [3, 1, 6, 2],
+        "decoding from the first token": [1] * n_tokens,
+        "prefill of 7, then decoding": [7, *[1] * (n_tokens - 7)],
+        "chunked prefill": [3, 1, 6, n_tokens - 10],
     }.items():
         with parts.part(what):
             close_logits(in_chunks(model, ids_BT, n_loops, cuts, store(capacity_tokens=2)), full, EXACT, "logits")
@@ -39,8 +39,28 @@ def check_cached(model: RecurrentLM, n_loops: int, store: type[KeyStore] = KeySt
 
 
 def cached(subject: Subject) -> None:
-    """At each depth."""
-    each((f"{n} loops", lambda n=n: check_cached(subject.model(), n)) for n in depths(subject.config))
+    """At each depth, and in a longer text."""
+    ways = [(n, T) for n in depths(subject.config, DEEP)] + [(at_most(subject.config, 3), long_text(subject.config))]
+    each(
+        (f"{n} loops, {n_tokens} tokens", lambda n=n, k=n_tokens: check_cached(subject.model(), n, n_tokens=k))
+        for n, n_tokens in ways
+    )
+
+
+@torch.no_grad()
+def check_own_depth(model: RecurrentLM) -> None:
+    """Rows that run several numbers of loops in one batch are those rows alone."""
+    ids_BT, rows, parts = tokens(3, T), (4, 1, 2), Parts()
+    together = model(ids_BT, max(rows), rows=rows)
+    for row, n_loops in enumerate(rows):
+        with parts.part(f"a row of {n_loops} loops"):
+            close_logits(together[row : row + 1], model(ids_BT[row : row + 1], n_loops), EXACT, "logits")
+    parts.settle()
+
+
+def own_depth(subject: Subject) -> None:
+    """At 4, 1 and 2 loops."""
+    check_own_depth(subject.model())
 
 
 # -- left padding -----------------------------------------------------------------------------------------------------
@@ -144,7 +164,7 @@ def idle(subject: Subject) -> None:
 @torch.no_grad()
 def check_batch_mates(model: RecurrentLM, n_loops: int) -> None:
     """What else is in the batch changes nothing in a row: at the same width to the bit, alone within `EXACT`."""
-    one, other = tokens(3, T), tokens(3, T, seed=1)
+    one, other = tokens(6, T), tokens(6, T, seed=1)
     other[0] = one[0]
     equal = bitwise(model.config)
     full = model(one, n_loops)[0]

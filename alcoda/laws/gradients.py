@@ -11,7 +11,6 @@ from alcoda.laws.subject import Subject, at_most, needs_loops, tokens
 from alcoda.model.config import ModelConfig
 from alcoda.model.keys import open_context
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.recurrence.keys import AnchorKeys
 from alcoda.model.state import Readout, State
 
 B, T, R = 2, 12, 3
@@ -44,6 +43,48 @@ def size(grad: Tensor | None) -> float:
     return 0.0 if grad is None else grad.abs().max().item()
 
 
+# -- the derivative ---------------------------------------------------------------------------------------------------
+
+STEP = 1e-6
+RELATIVE = 1e-5
+"""A central difference is off by a part in 1e-6^2 of the third derivative and by 1e-16 / 1e-6 of the loss."""
+
+
+def check_derivative(model: RecurrentLM) -> None:
+    """Along a random direction of all parameters, the loss changes as its gradient says."""
+    named = dict(model.named_parameters())
+    grads = dict(
+        zip(named, torch.autograd.grad(_next_token(model), list(named.values()), allow_unused=True), strict=True)
+    )
+    generator = torch.Generator().manual_seed(11)
+    along = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in named.items()}
+    said = sum(float((grad * along[name]).sum()) for name, grad in grads.items() if grad is not None)
+
+    def moved(by: float) -> float:
+        with torch.no_grad():
+            for name, p in named.items():
+                p.add_(along[name], alpha=by)
+            return float(_next_token(model))
+
+    counted = (moved(STEP) - moved(-2 * STEP)) / (2 * STEP)
+    moved(STEP)
+    off = abs(said - counted) / max(abs(counted), 1e-3)
+    require(off < RELATIVE, f"derivative: the gradient says {said:.8g} along a direction, the loss {counted:.8g}")
+
+
+def _next_token(model: RecurrentLM) -> Tensor:
+    """Without what a router learns from beside it, through which no gradient may pass on into the state."""
+    ids_BT = tokens(B, T)
+    torch.manual_seed(3)
+    logits_BTV = model(ids_BT, at_most(model.config, R))
+    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+
+
+def derivative(subject: Subject) -> None:
+    """In training mode, in fp64."""
+    check_derivative(subject.model().train())
+
+
 # -- every parameter --------------------------------------------------------------------------------------------------
 
 
@@ -54,7 +95,7 @@ def is_dead_by_nature(name: str, config: ModelConfig) -> bool:
         return False
     if ".attention.keys." in name:
         return not config.position.rotates
-    return not (isinstance(config.keys, AnchorKeys) and config.keys.rope)
+    return not config.keys.rotates(config.position.rotates)
 
 
 def check_every_parameter(model: RecurrentLM) -> None:

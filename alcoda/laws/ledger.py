@@ -129,7 +129,7 @@ def forward_flops(subject: Subject) -> None:
 def starts_without_gradient(config: ModelConfig) -> bool:
     """Whether the first loop with gradients begins with a product whose input has none, as a router's, or a map's
     behind a norm without weight. The ledger counts the gradient that it need not hand on."""
-    bare = not config.inject.carries_anchor and not getattr(config.block.norm, "weight", True)
+    bare = not config.inject.carries_anchor and not config.block.norm.cost(config.shape).params
     return bare or config.route.loop_flops(config.shape) > 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alcoda.laws import attend, causal, decode, gradients, ledger, noise, precision, resume, sharing
 from alcoda.laws.law import Law
-from alcoda.laws.subject import declares_leak, leaks_at_eval, needs_loops
+from alcoda.laws.subject import declares_leak, has_no_own_depth, leaks_at_eval, needs_loops
 
 LAWS: tuple[Law, ...] = (
     Law("no_leak", 1, "a token changes no logits before it", causal.no_leak, leaks_at_eval),
@@ -18,6 +18,13 @@ LAWS: tuple[Law, ...] = (
     Law("cached", 2, "prefill, chunks and decoding are the full pass", decode.cached, leaks_at_eval),
     Law("left_padded", 2, "left-padded rows are the rows alone", decode.padded, leaks_at_eval),
     Law("idle_rows", 2, "a row that waits keeps its keys, and spoils no other", decode.idle, leaks_at_eval),
+    Law(
+        "own_depth",
+        2,
+        "rows of their own depth are the rows alone",
+        decode.own_depth,
+        lambda subject: needs_loops(subject) or has_no_own_depth(subject),
+    ),
     Law("batch_mates", 2, "what else is in the batch changes nothing", decode.batch_mates, leaks_at_eval),
     Law("written_again", 2, "a token that is written again replaces its keys", decode.written_again, leaks_at_eval),
     Law("order", 2, "a token is where its position says", decode.order, leaks_at_eval),
@@ -31,6 +38,7 @@ LAWS: tuple[Law, ...] = (
     Law("readouts", 2, "depths read from one run are runs of their own", decode.readouts, needs_loops),
     Law("deterministic", 2, "evaluation is not random, training is of its seed", noise.deterministic),
     Law("gradients", 5, "gradients reach every parameter", gradients.every_parameter),
+    Law("derivative", 5, "the loss changes as its gradient says", gradients.derivative),
     Law("free_loops", 5, "loops without gradients carry none", gradients.free_loops, needs_loops),
     Law("recompute", 5, "activation checkpointing changes no bit", gradients.recompute),
     Law("kernels", 5, "attention kernels equal their naive reference", attend.kernels),

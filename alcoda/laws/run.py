@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,5 +152,7 @@ def _check(law: Law, subject: Subject) -> LawResult:
     except LawBroken as error:
         return result("broken", error.message, error)
     except Exception as error:  # what a pass of a foreign choice may raise is nobody's to say
-        return result("broken", f"the check ended in {type(error).__name__}: {error}")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name} line {where.lineno}"
+        return result("broken", f"the check ended in {type(error).__name__}: {error} ({place})")
     return result("holds")

@@ -75,6 +75,17 @@ def depths(config: ModelConfig, wanted: tuple[int, ...] = (1, 3)) -> tuple[int, 
     return tuple(sorted({at_most(config, n_loops) for n_loops in wanted}))
 
 
+DEEP = (1, 3, 9)
+"""Depths of the laws that a fault of late loops would break."""
+LONG = 40
+"""Tokens of the texts of the laws that a fault of far positions would break."""
+
+
+def long_text(config: ModelConfig) -> int:
+    """``LONG``, or as many tokens as the model has room for."""
+    return min(LONG, config.seq_len)
+
+
 def bitwise(config: ModelConfig) -> float:
     """What equality to the bit may be off by: nothing, or `EXACT` where rows are gathered."""
     return EXACT if config.route.gathers else 0.0
@@ -106,3 +117,8 @@ def declares_leak(subject: Subject, trains: bool) -> str | None:
 def leaks_at_eval(subject: Subject) -> str | None:
     """The exception of laws on decoding."""
     return declares_leak(subject, trains=False)
+
+
+def has_no_own_depth(subject: Subject) -> str | None:
+    """The exception of the law on rows of their own depth."""
+    return None if subject.config.max_loops is None else "loops have weights of their own: all rows run the same ones"

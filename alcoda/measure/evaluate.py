@@ -128,6 +128,8 @@ def evaluate(
         for name, stream in streams.items():
             sums[name] = _sum(run, stream, depths, by_documents, batch_size, max_tokens, advance)
     told = [note for stream in streams.values() for note in stream.notes]
+    if not run.recipe.model.route.causal_at_eval:
+        told.append("the route looks at the whole text, also at what is predicted: these are not bits of a prediction")
     return _result(run, data, depths, sums, by_documents, seed, told)
 
 

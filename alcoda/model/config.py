@@ -92,6 +92,11 @@ class ModelConfig(Config):
         return self.n_loops if not self.is_recurrent or not self.sharing.is_tied or self.route.gathers else None
 
     @property
+    def has_weights_by_loop(self) -> bool:
+        """Whether some loop has weights that no other runs with."""
+        return self.is_recurrent and not (self.sharing.is_tied and self.route.shares_router)
+
+    @property
     def n_blocks_run(self) -> int:
         """Blocks that a token passes at ``n_loops``."""
         return self.n_prelude + self.n_core * self.n_loops + self.n_coda
@@ -120,22 +125,35 @@ class ModelConfig(Config):
             )
         return n_loops
 
-    def check_readouts(self, loops: Sequence[int], has_store: bool, has_rows: bool) -> None:
+    def check_readouts(
+        self, loops: Sequence[int], has_store: bool, rows: Sequence[int] | None = None, n_rows: int = 0
+    ) -> None:
         """Refuse depths that one pass of the model cannot read out."""
         if list(loops) != sorted(set(loops)) or not loops or loops[0] < 1:
             raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
         self.check_loops(loops[-1])
         if has_store and len(loops) > 1:
             raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
-        if has_store and not self.route.causal_at_eval:
-            raise ValueError(
-                f"route {self.route.kind!r} without an auxiliary decision looks at the whole text: it cannot decode. "
-                "Train with route.auxiliary loss or router"
-            )
-        if has_rows and self.max_loops is not None:
+        if has_store:
+            self.check_decodes()
+        if rows is None:
+            return
+        if self.max_loops is not None:
             raise ValueError(
                 f"a depth a row with sharing {self.sharing.kind!r} and route {self.route.kind!r}: rows would be at "
                 "different loops of weights that belong to one"
+            )
+        if len(rows) != n_rows or min(rows) < 1 or max(rows) != loops[-1]:
+            raise ValueError(
+                f"rows={list(rows)} must be {n_rows} depths, one a row, from 1 to loops[-1]={loops[-1]}, which is one"
+            )
+
+    def check_decodes(self) -> None:
+        """Refuse to decode what looks ahead."""
+        if not self.route.causal_at_eval:
+            raise UsageError(
+                f"this model cannot decode: its route {self.route.kind!r} without an auxiliary decision looks at the "
+                "whole text. Train with route.auxiliary loss or router"
             )
 
     @model_validator(mode="after")

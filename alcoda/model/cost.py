@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 from alcoda.model.config import ModelConfig
+from alcoda.model.recurrence.route import Route
 from alcoda.model.shape import Cost, Shape, total
 
 KV_ITEM_BYTES = 2
@@ -49,12 +52,14 @@ class Term:
 @dataclass(frozen=True)
 class TrainingDepth:
     """One kind of training pass: how many loops run, how many of them with gradients, whether those are recomputed,
-    how many depths are read out (through coda and head), and at which train step (None: after any warm-up)."""
+    how many depths are read out (through coda and head), how often the head runs beside them without gradients, and at
+    which train step (None: after any warm-up)."""
 
     loops: int
     grad_loops: int
     recompute: bool = False
     readouts: float = 1.0
+    more_heads: float = 0.0
     train_step: int | None = None
 
 
@@ -159,6 +164,7 @@ def _passes(model: ModelConfig, part: Part, depth: TrainingDepth) -> float:
     grad = part.times(model, depth.loops - depth.grad_loops, depth.loops, depth.train_step)
     if part.per == "readout":
         run, grad = run * depth.readouts, grad * depth.readouts
+        run += depth.more_heads if part.name == "head" else 0
     recomputed = grad if depth.recompute and part.in_loop else 0
     return run + 2 * grad + recomputed
 
@@ -191,13 +197,20 @@ class Part:
         if self.per == "loop" or not model.route.gathers:
             return last - first
         power = 2 if self.per == "scores" else 1
-        n = model.seq_len
-        shares = (model.route.n_run(loop, model.n_loops, n, train_step) / n for loop in range(first, last))
-        return sum(share**power for share in shares)
+        sums = _shares(model.route, model.n_loops, model.seq_len, train_step, power)
+        first, last = (min(loop, model.n_loops) for loop in (first, last))  # no loop of a route lies beyond
+        return sums[last] - sums[first]
 
     def slots(self, model: ModelConfig, loops: int) -> int:
         """Keys kept a token, at ``loops`` loops."""
         return model.keys.n_slots(loops) if self.in_loop else 1
+
+
+@lru_cache(maxsize=64)
+def _shares(route: Route, n_loops: int, n_tokens: int, train_step: int | None, power: int) -> tuple[float, ...]:
+    """Sums of the shares of tokens that run loops 0 .. r - 1, to a power, for each r."""
+    shares = (route.n_run(loop, n_loops, n_tokens, train_step) / n_tokens for loop in range(n_loops))
+    return tuple(accumulate((share**power for share in shares), initial=0.0))
 
 
 def _parts(model: ModelConfig, shape: Shape) -> list[Part]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, PositiveFloat
 from alcoda.model.norms import Norm
+from alcoda.model.precision import at_least_fp32
 from alcoda.model.recurrence.loop_norm import LoopNormModule
 from alcoda.model.shape import Cost, Shape
 
@@ -67,7 +68,7 @@ class SharedNormModule(nn.Module):
 class Head(Choice, axis="head"):
     """What turns the last vector into logits."""
 
-    def build(self, shape: Shape) -> TiedModule | UntiedModule:
+    def build(self, shape: Shape) -> TiedHead | UntiedHead:
         """A module with ``weight_VD(embed)``."""
         raise NotImplementedError
 
@@ -81,8 +82,8 @@ class Tied(Head):
 
     kind: Literal["tied"] = "tied"
 
-    def build(self, shape: Shape) -> TiedModule:
-        return TiedModule()
+    def build(self, shape: Shape) -> TiedHead:
+        return TiedHead()
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(flops=2 * shape.vocab_size * shape.d_model)
@@ -93,19 +94,19 @@ class Untied(Head):
 
     kind: Literal["untied"] = "untied"
 
-    def build(self, shape: Shape) -> UntiedModule:
-        return UntiedModule(shape.d_model, shape.vocab_size, bias=False)
+    def build(self, shape: Shape) -> UntiedHead:
+        return UntiedHead(shape.d_model, shape.vocab_size, bias=False)
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(params=shape.vocab_size * shape.d_model, flops=2 * shape.vocab_size * shape.d_model)
 
 
-class TiedModule(nn.Module):
+class TiedHead(nn.Module):
     def weight_VD(self, embed: nn.Embedding) -> Tensor:
         return embed.weight
 
 
-class UntiedModule(nn.Linear):
+class UntiedHead(nn.Linear):
     def weight_VD(self, embed: nn.Embedding) -> Tensor:
         return self.weight
 
@@ -153,7 +154,7 @@ class TanhCapModule(SoftCapModule):
         self.cap = cap
 
     def forward(self, logits: Tensor) -> Tensor:
-        return self.cap * torch.tanh(logits / self.cap)
+        return self.cap * torch.tanh(at_least_fp32(logits) / self.cap)
 
     def nats(self, y_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, reduction: str) -> Tensor:
         logits_NV = self(F.linear(y_ND, weight_VD))

@@ -102,7 +102,7 @@ class RecurrentLM(nn.Module):
             live_BT: False for padding, which no query sees; None: all live.
             store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
         """
-        self.config.check_readouts(loops, store is not None, rows is not None)
+        self.config.check_readouts(loops, store is not None, rows, ids_BT.size(0))
         n_loops = loops[-1]
         context = open_context(
             ids_BT, n_loops, self.position, self.config.block.windows(), pos_BT, live_BT, store, self.embed.weight.dtype
@@ -117,7 +117,8 @@ class RecurrentLM(nn.Module):
             state = in_rows(run, state, e_BTD, loop, inner, rows, n_loops)
             if loop + 1 in loops:
                 y_BTD = self.coda(self.readout_map(self.loop_norm.before_coda(state.h_BTD)), context)
-                yield Readout(self.core.touch(self.final_norm(y_BTD), loop + 1), state)
+                y_BTD = self.final_norm(y_BTD)
+                yield Readout(self.core.touch(y_BTD, n_loops) if loop + 1 == n_loops else y_BTD, state)
 
     def _recomputed(self, *args: Any) -> State:
         return checkpoint(self._loop, *args, use_reentrant=False)

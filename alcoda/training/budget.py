@@ -42,7 +42,7 @@ class Budget(Config):
         """The train steps that it pays for, of ``batch_size`` rows of ``seq_len`` tokens at depths of ``depth``.
 
         Raises:
-            UsageError: less than one step, or more than `MOST_STEPS`.
+            UsageError: FLOPs of less than one step, or more than `MOST_STEPS`. (Tokens are rounded up to whole steps.)
         """
         model = step_flops.model
         if self.flops is not None:
@@ -82,7 +82,8 @@ class StepFlops(NamedTuple):
 
     def passes(self, n_loops: int, n_grad: int, warming: int | None = None) -> TrainingDepth:
         """A pass of ``n_loops`` loops, as the ledger takes it."""
-        return TrainingDepth(n_loops, n_grad, self.recompute, self.objective.n_readouts(n_loops), warming)
+        n_readouts, more_heads = self.objective.n_readouts(n_loops), self.objective.n_more_heads(n_loops)
+        return TrainingDepth(n_loops, n_grad, self.recompute, n_readouts, more_heads, warming)
 
     def mixture(self, depth: Depth) -> list[tuple[float, TrainingDepth]]:
         """The passes of a run at the depths of a resolved sampler, after any warm-up."""

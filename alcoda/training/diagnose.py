@@ -21,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from alcoda import progress
 from alcoda.data.splits import Stream
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.state import State
 from alcoda.training.device import autocast
 
 MOST_TOKENS = 1024
@@ -75,7 +77,7 @@ def _hooked(model: RecurrentLM, found: list[dict[str, float]]) -> Generator[None
     handles = []
     try:
         for name, child in model.named_children():
-            if child is model.update:
+            if child is model.route:
                 handles.append(child.register_forward_hook(_Hook("", _state, found)))
             if callable(getattr(child, "describe", None)):
                 handles.append(child.register_forward_hook(_Hook(f"{name}.", _described, found)))
@@ -93,13 +95,19 @@ class _Hook:
 
     def __call__(self, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if self.loop < len(self.found):
-            for name, tensor in self.read(part, args, out).items():
-                self.found[self.loop].update(summary(f"{self.prefix}{name}", tensor))
+            try:
+                for name, tensor in self.read(part, args, out).items():
+                    self.found[self.loop].update(summary(f"{self.prefix}{name}", tensor))
+            except Exception as error:  # a part that cannot describe itself is not to end the run
+                if self.loop == 0:
+                    where = f"{self.prefix}describe".removesuffix(".")
+                    progress.say(f"no diagnostics of {where}: {type(error).__name__}: {error}")
         self.loop += 1
 
 
-def _state(part: nn.Module, args: tuple[Any, ...], out: Tensor) -> dict[str, Tensor]:
-    before_BTD, after_BTD = args[0].float(), out.float()
+def _state(part: nn.Module, args: tuple[Any, ...], out: State) -> dict[str, Tensor]:
+    """Of the route, which runs a whole loop: (step, state, e, loop, context) -> state."""
+    before_BTD, after_BTD = args[1].h_BTD.float(), out.h_BTD.float()
     change_BT = torch.linalg.vector_norm(after_BTD - before_BTD, dim=-1) / torch.linalg.vector_norm(before_BTD, dim=-1)
     return {"state_norm": after_BTD.square().mean(-1).sqrt(), "state_change": change_BT}
 

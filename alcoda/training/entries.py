@@ -36,7 +36,9 @@ def describe_entries(below: str = "") -> list[Entry]:
     """
     load_entry_points()
     found = list(_entries(Recipe, "", below))
+    axis, _, entry = below.rpartition(".")  # an entry of a choice is set without its kind: model.update.noise
     kept = [e for e in found if not below or e.name == below or e.name.startswith((f"{below}.", f"{below}: "))]
+    kept += [e for e in found if e.name.startswith(f"{axis}: ") and e.name.endswith(f".{entry}")]
     if not kept:
         parts = {e.name[:i] for e in found for i in (*_dots(e.name), len(e.name)) if ": " not in e.name}
         raise UsageError(f"no entry {below!r}{did_you_mean(below, parts)}")
@@ -55,7 +57,7 @@ def _entries(config: type[Config], prefix: str, below: str) -> Iterator[Entry]:
         if isinstance(default, Choice):
             one_of = f"One of: {', '.join(sorted(default.choices))}."
             yield Entry(path, default.kind, f"{_meaning(field)} {one_of}".strip())
-            if below == path:
+            if below == path or below.startswith(f"{path}."):
                 yield from _choices(default, path, below)
         elif isinstance(default, Config):
             yield from _entries(type(default), f"{path}.", below)

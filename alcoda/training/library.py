@@ -51,7 +51,10 @@ def find_recipe(path: str | Path) -> Path:
 def recipe_files(folder: Path) -> list[Path]:
     """Every YAML file below ``folder``, by name; hidden ones aside."""
     files = (file for pattern in ("*.yaml", "*.yml") for file in folder.rglob(pattern))
-    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+    # Regular files only: to read a pipe is to wait for who writes to it.
+    return sorted(
+        f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(folder).parts)
+    )
 
 
 def is_overlay(file: Path, folder: Path) -> bool:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alcoda.config import Choice, NonNegativeFloat, PositiveFloat
 from alcoda.data.batches import NOT_SCORED
 from alcoda.depth.plan import LoopPlan
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.recurrence.exit_gate import exit_prior
+from alcoda.model.precision import at_least_fp32
+from alcoda.model.recurrence.exit_gate import log_exit_prior
 from alcoda.model.state import Readout
 
 LOSS_ROWS = 1024
@@ -31,6 +33,10 @@ class Objective(Choice, axis="objective"):
     def n_readouts(self, n_loops: int) -> float:
         """Mean number of depths that go through coda and head in a pass of ``n_loops``."""
         return 1.0
+
+    def n_more_heads(self, n_loops: int) -> float:
+        """Mean number of times beside them that the head runs, without gradients."""
+        return 0.0
 
     def loss_sum(
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
@@ -68,22 +74,21 @@ class PerLoop(Objective):
     def loss_sum(
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
     ) -> Tensor:
-        gates, nats = [], []
-        for readout in _readouts(model, inputs_BT, range(1, plan.n_loops + 1), plan, recompute):
-            gates.append(model.exit_gate(readout.state.h_BTD).float().flatten())
-            nats.append(torch.cat(_nats(model, readout, targets_BT, "none")))
-        prior_RN = exit_prior(gates)
-        entropy_N = -torch.xlogy(prior_RN, prior_RN.clamp(min=TINY)).sum(0)
-        loss_N = (prior_RN * torch.stack(nats)).sum(0) - self.beta * entropy_N
-        return (loss_N * _is_scored(targets_BT)).sum() + _auxiliary(readout, targets_BT)
-
-
-TINY = 1e-30
+        gates, nats, last = [], [], None
+        for last in _readouts(model, inputs_BT, range(1, plan.n_loops + 1), plan, recompute):
+            gates.append(model.exit_gate(last.state.h_BTD).flatten())
+            nats.append(torch.cat(_nats(model, last, targets_BT, "none")))
+        assert last is not None
+        log_prior_RN = log_exit_prior(gates)
+        prior_RN = log_prior_RN.exp()
+        loss_N = (prior_RN * (torch.stack(nats) + self.beta * log_prior_RN)).sum(0)
+        loss_N = loss_N + 0 * gates[-1]  # which decides nothing: after one loop, all that the gate has
+        return (loss_N * _is_scored(targets_BT)).sum() + _auxiliary(last, targets_BT)
 
 
 class SelfDistill(Objective):
     """Next token after the last loop, and a shallower one taught by it: ``CE_R + weight KL(p_R || p_s)``, s uniform in
-    1 .. R - 1, new at every pass, the teacher without gradient.
+    1 .. R - 1, new at every train step, the teacher without gradient.
     """
 
     kind: Literal["self_distill"] = "self_distill"
@@ -93,12 +98,15 @@ class SelfDistill(Objective):
     def n_readouts(self, n_loops: int) -> float:
         return min(n_loops, 2)
 
+    def n_more_heads(self, n_loops: int) -> float:
+        return 1.0 if n_loops > 1 else 0.0  # the teacher's
+
     def loss_sum(
         self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
     ) -> Tensor:
         loops = [plan.n_loops]
         if plan.n_loops > 1:
-            loops = [int(torch.randint(1, plan.n_loops, ())), plan.n_loops]
+            loops = [1 + int(plan.draw * (plan.n_loops - 1)), plan.n_loops]
         *shallow, last = _readouts(model, inputs_BT, loops, plan, recompute)
         loss = _nats_sum(model, last, targets_BT) + _auxiliary(last, targets_BT)
         for student in shallow:
@@ -110,9 +118,10 @@ class SelfDistill(Objective):
         sums = []
         for teacher_ND, student_ND, scored_N in parts:
             with torch.no_grad():
-                log_p_NV = torch.log_softmax(model.logits(teacher_ND).float(), -1)
-            log_q_NV = torch.log_softmax(model.logits(student_ND).float(), -1)
-            sums.append(((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1) * scored_N).sum())
+                log_p_NV = torch.log_softmax(at_least_fp32(model.logits(teacher_ND)), -1)
+            log_q_NV = torch.log_softmax(at_least_fp32(model.logits(student_ND)), -1)
+            kl_N = F.kl_div(log_q_NV, log_p_NV, reduction="none", log_target=True).sum(-1)
+            sums.append((kl_N * scored_N).sum())
         return torch.stack(sums).sum()
 
 

@@ -18,7 +18,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
 from alcoda.plugins import load_entry_points
 from alcoda.training.budget import Budget, StepFlops
-from alcoda.training.library import find_recipe
+from alcoda.training.library import find_recipe, is_overlay
 from alcoda.training.objective import NextToken, Objective
 from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
 from alcoda.training.overlay import Overlay, overlay_all
@@ -113,7 +113,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _dense_has_one_depth(self) -> Self:
-        if not self.model.is_recurrent and not (isinstance(self.depth, Fixed) and self.depth.loops in (None, 1)):
+        if not self.model.is_recurrent and self.depth.resolve(1, 1).max_loops > 1:
             raise ValueError(
                 f"depth {self.depth.kind!r} with n_core=0: a dense model has one depth; set depth to fixed"
             )
@@ -126,6 +126,16 @@ class Recipe(Config):
                 f"depth.last_k={self.depth.last_k} with inject {self.model.inject.kind!r} and update "
                 f"{self.model.update.kind!r}: where earlier loops run without gradients, none reach the prelude. Set "
                 "inject to add or concat, keys to anchor, or last_k to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_loop_learns(self) -> Self:
+        if self.depth.last_k and self.model.has_weights_by_loop:
+            raise ValueError(
+                f"depth.last_k={self.depth.last_k} with sharing {self.model.sharing.kind!r} and route "
+                f"{self.model.route.kind!r}: what early loops have of their own would not learn. Set last_k to null, "
+                "or sharing to tied and route to none or token_choice"
             )
         return self
 
@@ -192,7 +202,7 @@ class Recipe(Config):
         if train.steps not in (None, paid):
             raise UsageError(
                 f"train.steps={train.steps} and train.budget ({train.budget}, which is {paid} steps) disagree: set one "
-                "of them to null"
+                "of them to null (--set train.steps=null)"
             )
         return paid
 
@@ -283,6 +293,8 @@ def load_recipe(path: str | Path, settings: Sequence[str] = (), overlays: Sequen
     """
     load_entry_points()
     path = find_recipe(path)
+    if is_overlay(path, path.parent):
+        raise UsageError(f"{path} is an overlay, a part of a recipe: put it over a whole one (RECIPE --with {path})")
     data = read_mapping(path)
     data.setdefault("name", path.stem)
     recipe = validate(Recipe, data, str(path))
@@ -329,6 +341,8 @@ def apply_setting(data: dict[str, Any], setting: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         if isinstance(here.get(key), str):  # the short form of a choice: `gate` is {kind: gate}
             here[key] = {"kind": here[key]}
+        if key in here and here[key] is None:  # what is not set may be set by its parts: train.budget.flops=1e15
+            here[key] = {}
         inner = here.get(key)
         if not isinstance(inner, dict):
             path = ".".join(keys[: depth + 1])

@@ -53,6 +53,12 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             f"checkpoint ({before['checkpoint']}), or begin anew with another --out"
         )
     fresh, left = copy_weights(checkpoint.read_weights(where), model, what)
+    stuck = sorted({name.split(".")[0] for name in fresh} - set(recipe.trainable or model._modules))
+    if stuck:
+        raise UsageError(
+            f"{what} has no {', '.join(stuck)}, and trainable leaves it frozen: it would stay at its random start. Add "
+            "it to trainable"
+        )
     for names, words in ((fresh, "start fresh, the run has none"), (left, "are left out, the new model has none")):
         if names:
             progress.say(f"{what}: {', '.join(names)} {words}")

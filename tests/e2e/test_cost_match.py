@@ -47,9 +47,9 @@ def test_a_run_folder_can_be_matched(trained: Path, run_cli: Cli) -> None:
 REFUSED = {
     "one recipe": ((GRT, "--match", "flops", "--free", "d_ff"), "--match takes two recipes, one to change"),
     "three": ((GRT, DENSE, DENSE, "--match", "flops", "--free", "d_ff"), "(got 3)"),
-    "no free": ((GRT, DENSE, "--match", "flops"), "--match, --free and --at go together"),
-    "no match": ((GRT, DENSE, "--free", "d_ff"), "--match, --free and --at go together"),
-    "at alone": ((GRT, DENSE, "--at", "max"), "--match, --free and --at go together"),
+    "no free": ((GRT, DENSE, "--match", "flops"), "--match and --free go together (--at with them)"),
+    "no match": ((GRT, DENSE, "--free", "d_ff"), "--match and --free go together (--at with them)"),
+    "at alone": ((GRT, DENSE, "--at", "max"), "--match and --free go together (--at with them)"),
     "unknown": ((GRT, DENSE, "--match", "flops", "--free", "width"), "--free width: there is no such choice"),
     "loops": ((GRT, DENSE, "--match", "flops", "--free", "d_ff", "--loops", "3"), "--loops with --match"),
     "dense": ((DENSE, GRT, "--match", "flops", "--free", "n_loops"), "is dense (n_core=0) and has no loop"),

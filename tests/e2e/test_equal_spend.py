@@ -81,7 +81,7 @@ def test_rows_of_a_step(tmp_path: Path, corpus: Path, run_cli: Cli, monkeypatch:
     for line in (line for line in metrics(run) if line["type"] == "train"):
         plan = config.depth.draw(0, line["train_step"] - 1, 4)
         assert (line["loops"], line["mean_loops"]) == (plan.n_loops, plan.mean_loops)
-        expected += [LoopPlan.of(plan.depths[i : i + 2] if plan.rows else plan.depths, 2) for i in (0, 2)]
+        expected += [LoopPlan.of(plan.depths[i : i + 2] if plan.rows else plan.depths, 2, plan.draw) for i in (0, 2)]
         spent += sum(cost(LoopPlan.of([n], 2), 0) * 16 for n in plan.rows or [plan.n_loops] * 4)
         assert line["executed_flops"] == pytest.approx(spent, rel=1e-12)
     assert parts == expected and any(plan.rows for plan in parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from space import GRT, house, over_space
@@ -11,6 +13,7 @@ from alcoda.laws.gradients import (
     B,
     R,
     T,
+    check_derivative,
     check_every_parameter,
     check_free_loops,
     check_recompute,
@@ -139,3 +142,24 @@ def test_recompute_keeps_less() -> None:
     state = B * T * model.config.d_model
     assert kept(6, True) - kept(3, True) == 3 * state
     assert kept(6, False) - kept(3, False) > 3 * 10 * state
+
+
+# -- the derivative ---------------------------------------------------------------------------------------------------
+
+
+@over_space()
+def test_the_loss_changes_as_its_gradient_says(config: ModelConfig) -> None:
+    check_derivative(make(config).train())
+
+
+@pytest.mark.parametrize("fault", [lambda g: 0.5 * g, lambda g: -g, lambda g: g.flip(1)], ids=["half", "sign", "other"])
+def test_control_a_wrong_gradient_is_noticed(fault: Callable[[Tensor], Tensor]) -> None:
+    model = make(house(**GRT)).train()
+
+    def hook(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(fault)
+
+    model.core.stack.register_forward_hook(hook)
+    with pytest.raises(AssertionError, match="derivative: the gradient says"):
+        check_derivative(model)

@@ -32,6 +32,7 @@ from alcoda.training.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [*sorted((ROOT / "recipes").rglob("*.yaml")), Path(alcoda.__file__).parent / "quickstart.yaml"]
+RECIPES = [path for path in RECIPES if path.parent.name != "ablations"]  # overlays, which are parts of a recipe
 
 both_depths = pytest.mark.parametrize("n_loops", [1, 3])
 over_recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")

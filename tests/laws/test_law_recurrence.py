@@ -172,6 +172,21 @@ def test_control_lti_as_published_does_not_converge() -> None:
     assert at_40 > 1000 * at_20
 
 
+def test_a_gate_near_one_still_writes_in_bf16() -> None:
+    """At g = 0.9975 what is written, 1 - g, keeps bf16's eight bits and has a gradient; g itself would be rounded."""
+    gate = make(house(update={"kind": "gate", "noise": 0.0})).update.float()
+    with torch.no_grad():
+        gate.logit.weight.zero_()
+        gate.logit.bias.fill_(6.0)
+    h, e, y = torch.zeros(1, 1, 32), torch.ones(1, 1, 32), torch.ones(1, 1, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        written = gate(h, h, y, e)
+    assert written.mean().item() == pytest.approx(1 / (1 + math.exp(6)), rel=2**-7)
+    written.sum().backward()
+    assert gate.logit.bias.grad.abs().min() > 1e-3
+    assert 1 - torch.sigmoid(torch.tensor(6.0, dtype=torch.bfloat16)) > 0.0035  # the other way round: 58 % off
+
+
 # -- injections -------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +292,21 @@ def test_lora_starts_as_a_tied_loop() -> None:
         assert torch.equal(lora(tokens(B, T), 3), tied(tokens(B, T), 3))
 
 
+def test_threads_may_be_at_different_loops_of_one_lora_model() -> None:
+    """Two passes in step, each at another loop: neither takes the other's term."""
+    model, ids_BT = make(house(sharing="lora")), tokens(B, T)
+    with torch.no_grad():
+        expected = [model(ids_BT, n) for n in (1, 2, 3)]
+        passes = [model.readouts(ids_BT, [1, 2, 3]), model.readouts(ids_BT, [1, 2, 3])]
+        steps = [next(passes[0]), next(passes[0]), next(passes[1]), next(passes[0]), next(passes[1])]
+    for readout, n in zip(steps, (1, 2, 1, 3, 2), strict=True):
+        assert torch.equal(model.logits(readout.y_BTD), expected[n - 1])
+    first, second = model.core.at(0), model.core.at(1)
+    assert first.layers[0].mlp.up.loop == 0 and second.layers[0].mlp.up.loop == 1
+    assert first.layers[0].mlp.up.weight is second.layers[0].mlp.up.weight
+    assert model.train().core.at(0).training and not model.eval().core.at(0).training
+
+
 @pytest.mark.parametrize("sharing", ["lora", "untied"])
 def test_loops_that_did_not_run_have_gradients_of_zero(sharing: str) -> None:
     model = make(house(sharing=sharing)).train()
@@ -297,173 +327,6 @@ def test_no_loop_exists_beyond_those_with_weights(fields: dict[str, Any]) -> Non
         model(tokens(B, T), 3, rows=[1, 3])
 
 
-# -- routes -----------------------------------------------------------------------------------------------------------
-
-
-def subset(w: tb.Weights, h_TD: Tensor, runs_T: Tensor) -> Tensor:
-    """The core on some tokens of one sequence, which see each other only. (NoPE: positions do not matter.)"""
-    h_TD = h_TD.clone()
-    if runs_T.any():
-        h_TD[runs_T] = core(w, h_TD[runs_T][None], NOPE)[0]
-    return h_TD
-
-
-@pytest.mark.parametrize("apply", ["add", "blend"])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_token_choice_is_its_equations(apply: str, score: str) -> None:
-    """papers.md 5.4: the likeliest number of loops, h + g f(h) for those that run, the rest keep h."""
-
-    def step(w: tb.Weights, h: Tensor, e: Tensor, r: int) -> Tensor:
-        logits = e @ w["route.router.weight"].T
-        scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
-        scores = scores if score == "softmax" else tb.sigmoid(logits)
-        depth, g = scores.argmax(-1) + 1, scores.max(-1).values[..., None]
-        runs = depth > r
-        f = torch.stack([subset(w, row, on) for row, on in zip(h, runs, strict=True)])
-        new = h + g * f if apply == "add" else h + g * (f - h)
-        return torch.where(runs[..., None], new, h)
-
-    route = {"kind": "token_choice", "apply": apply, "score": score}
-    check(make(house(route=route, position="none")), loop(step, NOPE))
-    other = {**route, "apply": "blend" if apply == "add" else "add"}
-    with pytest.raises(AssertionError, match="inference"):
-        check(make(house(route=other, position="none")), loop(step, NOPE))
-
-
-def test_expert_choice_is_its_equations_in_training() -> None:
-    def reference(w: tb.Weights, ids_BT: Tensor, n_loops: int) -> Tensor:
-        h = tb.stack(w, "prelude", tb.embed(w, ids_BT), NOPE)
-        here = torch.ones(h.shape[:2], dtype=torch.bool)
-        for r in range(n_loops):
-            g = tb.sigmoid(h @ w["route.router.weight"][r])
-            k = round((3 - r) / 3 * T)
-            top = torch.where(here, g, -1.0).argsort(-1, descending=True)[:, :k]
-            here = torch.zeros_like(here).scatter(1, top, True)
-            f = torch.stack([subset(w, row, on) for row, on in zip(h, here, strict=True)])
-            h = torch.where(here[..., None], h + g[..., None] * f, h)
-        return tb.read_out(w, tb.rmsnorm(w, "final_norm", tb.stack(w, "coda", h, NOPE)))
-
-    model = make(house(route="expert_choice", position="none")).train()
-    ids_BT = tokens(B, T)
-    actual = model(ids_BT, 3).detach()
-    close(actual, reference(weights_of(model), ids_BT, 3), EXACT, "expert choice")
-    with pytest.raises(AssertionError, match="expert choice"):
-        close(actual, reference(changed(model, "route.router.weight"), ids_BT, 3), EXACT, "expert choice")
-
-
-def test_expert_choice_decides_by_its_threshold_at_evaluation() -> None:
-    def step(column: str) -> Callable[[tb.Weights, Tensor, int], tuple[Tensor, Tensor]]:
-        return lambda w, h, r: (tb.sigmoid(h @ w["route.router.weight"][r]), h @ w[column][r] > 0)
-
-    for auxiliary, column in (("loss", "route.router.weight"), ("router", "route.second.weight")):
-
-        def reference(w: tb.Weights, ids_BT: Tensor, n_loops: int, decide: Any = step(column)) -> Tensor:
-            h = tb.stack(w, "prelude", tb.embed(w, ids_BT), NOPE)
-            here = torch.ones(h.shape[:2], dtype=torch.bool)
-            for r in range(n_loops):
-                g, runs = decide(w, h, r)
-                here = here & (runs | (r == 0))
-                f = torch.stack([subset(w, row, on) for row, on in zip(h, here, strict=True)])
-                h = torch.where(here[..., None], h + g[..., None] * f, h)
-            return tb.read_out(w, tb.rmsnorm(w, "final_norm", tb.stack(w, "coda", h, NOPE)))
-
-        model = make(house(route={"kind": "expert_choice", "auxiliary": auxiliary}, position="none"))
-        with torch.no_grad():
-            ids_BT = tokens(B, T)
-            close(model(ids_BT, 3), reference(weights_of(model), ids_BT, 3), EXACT, auxiliary)
-
-
-def influence(model: RecurrentLM) -> float:
-    """How far the last token moves logits before it."""
-    ids_BT = tokens(B, T)
-    other_BT = ids_BT.clone()
-    other_BT[:, -1] = (other_BT[:, -1] + 1) % 64
-    with torch.no_grad():
-        return (model(ids_BT, 3) - model(other_BT, 3))[:, :-1].abs().max().item()
-
-
-def test_expert_choice_leaks_in_training_and_says_so() -> None:
-    config = house(route="expert_choice")
-    assert not config.route.causal_in_training
-    assert config.route.causal_at_eval
-    assert influence(make(config).train()) > 1e-3
-    assert influence(make(config)) < EXACT
-    bare = house(route={"kind": "expert_choice", "auxiliary": "none"})
-    assert not bare.route.causal_at_eval
-    assert influence(make(bare)) > 1e-3
-    with pytest.raises(ValueError, match="it cannot decode"):
-        make(bare)(tokens(B, T), 3, store=KeyStore())
-
-
-def test_token_choice_does_not_leak() -> None:
-    config = house(route="token_choice")
-    assert config.route.causal_in_training
-    assert config.route.causal_at_eval
-    assert influence(make(config).train()) < EXACT
-    assert influence(make(config)) < EXACT
-
-
-def force_depths(model: RecurrentLM, n_loops: int) -> None:
-    """Every token chooses ``n_loops``: the router reads only a constant that the prelude is made to put out."""
-    forward = model.route.router.forward
-
-    def constant(e_BTD: Tensor) -> Tensor:
-        logits_BTR = 0 * forward(e_BTD)
-        logits_BTR[..., n_loops - 1] += 5
-        return logits_BTR
-
-    model.route.router.forward = constant
-
-
-def test_tokens_that_are_out_cost_nothing() -> None:
-    """Rows that reach the core, counted: those of the tokens that run, and no others."""
-    for n_chosen in (1, 2, 3):
-        model = make(house(route="token_choice"))
-        force_depths(model, n_chosen)
-        rows: list[int] = []
-        model.core.stack.register_forward_hook(lambda module, args, out, rows=rows: rows.append(out[..., 0].numel()))
-        with torch.no_grad():
-            model(tokens(B, T), 3)
-        assert rows == [B * T] * n_chosen
-
-
-def test_the_balancing_loss_is_least_when_choices_are_balanced() -> None:
-    model = make(house(route="token_choice"))
-    weight, n = model.config.route.weight, 3
-    e = torch.randn(B, T, 32, dtype=torch.float64)
-    model.route.router.weight.data.zero_()
-    _, aux_BT = model.route.start(e)
-    assert aux_BT.mean().item() == pytest.approx(weight)  # p = 1/R for each, whatever is chosen: R * sum f_i / R = 1
-    force_depths(model, 2)
-    _, aux_BT = model.route.start(e)
-    p = math.exp(5) / (math.exp(5) + 2)
-    assert aux_BT.mean().item() == pytest.approx(weight * n * p)
-
-
-def test_capacity_warms_up() -> None:
-    route = house(route={"kind": "expert_choice", "warmup_steps": 10}).route
-    assert [route.n_run(r, 3, 90, 0) for r in range(3)] == [90, 90, 90]
-    assert [route.n_run(r, 3, 90, 5) for r in range(3)] == [90, 75, 60]
-    assert [route.n_run(r, 3, 90, 10) for r in range(3)] == [route.n_run(r, 3, 90) for r in range(3)] == [90, 60, 30]
-    model = make(house(route={"kind": "expert_choice", "warmup_steps": 10})).train()
-    rows: list[int] = []
-    model.core.stack.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    for train_step, expected in ((0, [9, 9, 9]), (4, [9, 8, 7]), (10, [9, 6, 3]), (None, [9, 6, 3])):
-        rows.clear()
-        model.route.train_step = train_step
-        model(tokens(B, T), 3)
-        assert rows == expected
-
-
-def test_the_auxiliary_router_moves_nothing_else() -> None:
-    model = make(house(route={"kind": "expert_choice", "auxiliary": "router"})).train()
-    state = next(model.readouts(tokens(B, T), [3])).state
-    assert state.aux_BT is not None
-    state.aux_BT.sum().backward()
-    moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-    assert moved == {"route.second.weight"}
-
-
 # -- a depth for each row ---------------------------------------------------------------------------------------------
 
 
@@ -480,6 +343,12 @@ def test_rows_of_their_own_depth_are_as_alone(fields: dict[str, Any]) -> None:
             close(together[row], model(ids_BT[row : row + 1], n)[0], EXACT, f"row {row}")
         with pytest.raises(AssertionError, match="row 0"):
             close(together[0], model(ids_BT[:1], 2)[0], EXACT, "row 0")
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [1], [0, 3], [3, 4], [1, 3, 3]])
+def test_rows_that_cannot_be_are_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must be 2 depths, one a row, from 1 to loops\[-1\]=3"):
+        make(house())(tokens(2, T), 3, rows=rows)
 
 
 def test_rows_that_idle_cost_nothing_and_end_with_gradients() -> None:

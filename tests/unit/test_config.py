@@ -197,6 +197,13 @@ def test_a_kind_is_taken_once(registry: None) -> None:
     assert Update.choices["add"] is Copy
 
 
+def test_a_kind_that_is_said_in_two_ways_is_refused(registry: None) -> None:
+    with pytest.raises(TypeError, match=r"Half: kind is Literal\['half'\] and its default 'halve'"):
+
+        class Half(Inject):
+            kind: Literal["half"] = "halve"  # pyrefly: ignore
+
+
 def test_the_registry_is_clean() -> None:
     """The tests above leave nothing behind."""
     assert set(Inject.choices) == {"none", "add", "concat", "diagonal"}

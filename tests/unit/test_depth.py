@@ -165,7 +165,8 @@ def test_huginns_bound_gathers_the_tail() -> None:
 @given(st.integers(1, 20), st.integers(1, 12))
 def test_the_last_k_loops_carry_gradients(n: int, k: int) -> None:
     plan = Fixed(loops=n, last_k=k).draw(0, 0, 1)
-    assert plan == LoopPlan(max(n - k, 0), min(n, k))
+    assert plan[:3] == LoopPlan(max(n - k, 0), min(n, k))[:3]
+    assert 0 <= plan.draw < 1
     assert plan.n_loops == n
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from alcoda.config import validate
-from alcoda.model.recurrence.sharing import LoopNumber, LoraLinear
+from alcoda.model.recurrence.sharing import LoraLinear
 from alcoda.model.recurrence.update import Gate
 from alcoda.model.shape import Shape
 
@@ -30,9 +30,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def low_rank(loop: int, bias: bool, dtype: torch.dtype = torch.float64) -> LoraLinear:
-    number = LoopNumber()
-    number.loop = torch.tensor([loop])
-    module = LoraLinear(nn.Linear(D_IN, D_OUT, bias=bias), RANK, LOOPS, number).to(dtype)
+    module = LoraLinear(nn.Linear(D_IN, D_OUT, bias=bias), RANK, LOOPS).to(dtype)
+    module.loop = loop
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -291,3 +291,11 @@ def test_frozen_keys_are_read_through_the_window() -> None:
         changed = e_BTD.clone()
         changed[0, pos] += 1
         assert torch.equal(last(changed), last(e_BTD)) is (pos < 5)
+
+
+def test_a_parameter_that_nothing_fills_is_refused() -> None:
+    """It would be what the memory held, and another model each time."""
+    model = RecurrentLM(small())
+    model.update.scale = torch.nn.Parameter(torch.empty(4))
+    with pytest.raises(TypeError, match=r"nothing fills the parameter update.scale: let OverwriteModule be an .*Init"):
+        model.init(0)

@@ -101,7 +101,7 @@ def test_only_the_end_has_to_be_a_recipe(base: Path) -> None:
     with pytest.raises(UsageError, match=r"--with part0: model: n_core=0 has nothing to loop"):
         put(base, halfway)
     with pytest.raises(UsageError, match=r"--with part0, part1: "):
-        put(base, halfway, rest)
+        put(base, halfway, {"model": {"n_loops": 1}})
 
 
 def test_an_overlay_mends_what_the_one_before_it_broke(base: Path) -> None:

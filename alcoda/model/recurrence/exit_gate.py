@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Choice
+from alcoda.model.precision import in_fp32
 from alcoda.model.shape import Cost, Shape, linear
 
 
@@ -17,7 +19,7 @@ class ExitGate(Choice, axis="exit_gate"):
     has_gate: ClassVar[bool] = True
 
     def build(self, shape: Shape) -> nn.Module:
-        """A module on ``h_BTD`` that gives ``lambda_BT``."""
+        """A module on ``h_BTD`` that gives the logit of lambda, ``[B, T]``, in fp32 or better."""
         raise NotImplementedError
 
     def cost(self, shape: Shape) -> Cost:
@@ -58,13 +60,15 @@ class LinearExitGateModule(nn.Module):
         self.proj = nn.Linear(d_model, 1)
 
     def forward(self, h_BTD: Tensor) -> Tensor:
-        return torch.sigmoid(self.proj(h_BTD)[..., 0])
+        # In bf16 a gate that is sure would be 1, without a gradient to change its mind.
+        return in_fp32(self.proj, h_BTD)[..., 0]
 
 
-def exit_prior(lambdas: list[Tensor]) -> Tensor:
-    """``p_t = lambda_t prod_{j<t} (1 - lambda_j)``, the last loop taking the rest: [R, ...] that sums to 1 over R."""
-    stays, shares = torch.ones_like(lambdas[0]), []
-    for gate in lambdas[:-1]:
-        shares.append(gate * stays)
-        stays = stays * (1 - gate)
+def log_exit_prior(logits: list[Tensor]) -> Tensor:
+    """``log p_t`` of ``p_t = lambda_t prod_{j<t} (1 - lambda_j)``, the last loop taking the rest: [R, ...], p sums to 1
+    over R. ``logits`` are those of lambda at loops 1 .. R."""
+    stays, shares = torch.zeros_like(logits[0]), []
+    for logit in logits[:-1]:
+        shares.append(F.logsigmoid(logit) + stays)
+        stays = stays + F.logsigmoid(-logit)
     return torch.stack([*shares, stays])

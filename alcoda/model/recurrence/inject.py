@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, Float, NonNegativeFloat
 from alcoda.model.init import InitSpecial
+from alcoda.model.noise import noisy
 from alcoda.model.norms import Norm
 from alcoda.model.shape import Cost, Shape, linear, total
 
@@ -105,11 +106,6 @@ class NoInjectModule(nn.Module):
         return noisy(h_BTD, self.noise) if self.training else h_BTD
 
 
-def noisy(h_BTD: Tensor, noise: float) -> Tensor:
-    """``h + eps``; nothing is drawn where ``noise`` is 0."""
-    return torch.add(h_BTD, torch.randn_like(h_BTD), alpha=noise) if noise else h_BTD
-
-
 class AddModule(nn.Module):
     def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
         return h_BTD + e_BTD
@@ -162,8 +158,9 @@ class DiagonalModule(InitSpecial):
         return torch.exp(-torch.exp((log_d + self.log_a).clamp(max=high))).clamp(max=MOST_A)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
-        e_BTD = self.b(self.norm(e_BTD)) * F.softplus(self.delta).to(e_BTD.dtype)
-        return torch.addcmul(e_BTD, self.a().to(e_BTD.dtype), h_BTD.to(e_BTD.dtype))
+        drive_BTD = self.b(self.norm(e_BTD)) * F.softplus(self.delta)
+        # Not in bf16, where A would be 1.
+        return torch.addcmul(drive_BTD, self.a(), h_BTD.to(drive_BTD.dtype))
 
     def describe(self, args: tuple[Tensor, ...], out: Tensor) -> dict[str, Tensor]:
         """A, by dimension."""

@@ -24,6 +24,10 @@ class CoreKeys(Choice, axis="keys"):
     def check(self, position_rotates: bool) -> None:
         """Raise ValueError where the choice does not fit the model's positions."""
 
+    def rotates(self, position_rotates: bool) -> bool:
+        """Whether the core's keys are turned by position."""
+        return position_rotates
+
     def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
         """A module on ``(e_BTD, context)`` that gives the context of the loop; ``places`` are the core's."""
         raise NotImplementedError
@@ -73,6 +77,9 @@ class AnchorKeys(CoreKeys):
     def check(self, position_rotates: bool) -> None:
         if self.rope and not position_rotates:
             raise ValueError("keys.rope=true without rotary positions: set position to rope, or keys.rope to false")
+
+    def rotates(self, position_rotates: bool) -> bool:
+        return self.rope
 
     def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
         return AnchorKeysModule(self, block, shape, places)

@@ -65,8 +65,8 @@ class SinusoidalModule(nn.Module):
         weight = self.proj.weight
         half = self.config.dims // 2
         exponent = torch.arange(half, device=weight.device, dtype=torch.float64) / half
-        loop_B = torch.as_tensor(loop, device=weight.device, dtype=torch.float64).view(-1, 1)
-        angle = loop_B * self.config.base**-exponent
+        loop_B = loop if isinstance(loop, Tensor) else torch.full((1,), loop, device=weight.device)
+        angle = loop_B[:, None] * self.config.base**-exponent
         pe_BE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1).to(weight.dtype)
         # Elementwise, not a product of matrices: it has one row a loop, and nothing to gain.
         return x_BTD + (weight * pe_BE[:, None]).sum(-1)[:, None].to(x_BTD.dtype)

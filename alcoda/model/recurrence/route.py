@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, NonNegativeFloat, NonNegativeInt
 from alcoda.model.keys import Context
+from alcoda.model.precision import in_fp32
 from alcoda.model.shape import Cost, Shape, linear
 from alcoda.model.state import Run, State, put_tokens, tokens_at
 
@@ -25,6 +26,8 @@ class Route(Choice, axis="route"):
     """Whether rows are gathered: results then depend on batch-mates in the last bits."""
     causal_in_training: ClassVar[bool] = True
     """Whether a token's route depends on no later token."""
+    shares_router: ClassVar[bool] = True
+    """Whether the loops have the router's weights in common."""
 
     @property
     def drops_keys(self) -> bool:
@@ -71,7 +74,7 @@ class Routed(Route):
     """What the two routers have in common: ``h = h + g u`` or ``h = h + g (u - h)``, u what the loop makes of h."""
 
     apply: Literal["add", "blend"] = "add"
-    """add: MoR as published (u contains h already); blend: g interpolates, so the state keeps its size."""
+    """add: as MoR's expert choice (u contains h already); blend: g interpolates, so the state keeps its size."""
     weight: NonNegativeFloat = 0.01
     """Of the auxiliary loss."""
     drop_keys: Bool = True
@@ -85,6 +88,8 @@ class Routed(Route):
 
 class TokenChoice(Routed):
     """One router, before the first loop, gives each token its number of loops: the likeliest of 1 .. R. Causal.
+
+    Ours, where papers.md has no equation: g weighs every loop that the token runs, as in expert choice.
 
     g is the chosen score. The auxiliary loss balances the choices: ``R sum_i f_i p_i``, f_i the share of tokens that
     choose i, p_i its mean score (Switch Transformer's, as in MoR).
@@ -115,6 +120,7 @@ class ExpertChoice(Routed):
 
     kind: Literal["expert_choice"] = "expert_choice"
     causal_in_training: ClassVar[bool] = False
+    shares_router: ClassVar[bool] = False
     auxiliary: Literal["loss", "router", "none"] = "loss"
     warmup_steps: NonNegativeInt = 0
     """Train steps over which capacity falls from the whole sequence to its share."""
@@ -190,9 +196,10 @@ class RoutedModule(RouteModule):
             return state
         some = state.map(lambda x: tokens_at(x, index_BK))
         new = step(some, tokens_at(e_BTD, index_BK), loop, inner)
-        gain_BK1 = tokens_at(gain_BT, index_BK)[..., None].to(new.h_BTD.dtype)
-        old_BKD = some.h_BTD.to(new.h_BTD.dtype)
-        u_BKD = new.h_BTD if self.config.apply == "add" else new.h_BTD - old_BKD
+        dtype = torch.promote_types(some.h_BTD.dtype, new.h_BTD.dtype)
+        gain_BK1 = tokens_at(gain_BT, index_BK)[..., None].to(dtype)
+        old_BKD, u_BKD = some.h_BTD.to(dtype), new.h_BTD.to(dtype)
+        u_BKD = u_BKD if self.config.apply == "add" else u_BKD - old_BKD
         new = new._replace(h_BTD=torch.addcmul(old_BKD, gain_BK1, u_BKD))
         runs_BK = tokens_at(runs_BT, index_BK)
 
@@ -220,10 +227,12 @@ class TokenChoiceModule(RoutedModule):
         self.choice = config
         self.router = nn.Linear(d_model, n_loops, bias=False)
 
-    def start(self, e_BTD: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        logits_BTR = self.router(e_BTD)
+    def start(self, e_BTD: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        logits_BTR = in_fp32(self.router, e_BTD)
         score_BTR = logits_BTR.softmax(-1) if self.choice.score == "softmax" else logits_BTR.sigmoid()
         gain_BT, choice_BT = score_BTR.max(-1)
+        if not self.training:
+            return (choice_BT + 1, gain_BT), None
         n_choices = logits_BTR.size(-1)
         chosen_R = F.one_hot(choice_BT, n_choices).flatten(0, 1).to(score_BTR.dtype).mean(0)
         share_BTR = score_BTR / score_BTR.sum(-1, keepdim=True)
@@ -252,18 +261,19 @@ class ExpertChoiceModule(RoutedModule):
 
     def n_run(self, loop: int, n_tokens: int) -> int:
         """k_r, the tokens of a sequence that run loop ``loop`` in training."""
-        return self.choice.n_run(loop, self.n_loops, n_tokens, self.train_step)
+        return self.choice.n_run(loop, self.n_loops, n_tokens, self.train_step if self.training else None)
 
     def takes_top(self) -> bool:
         return self.training or not self.choice.causal_at_eval
 
     def logits(self, state: State, loop: int) -> tuple[Tensor, Tensor]:
         """Of g, and of the decision at evaluation, [B, T] each."""
-        logit_BT = F.linear(state.h_BTD, self.router.weight[loop : loop + 1])[..., 0]
+        row = slice(loop, loop + 1)
+        logit_BT = in_fp32(self.router, state.h_BTD, row)[..., 0]
         if self.second is None:
             return logit_BT, logit_BT
         # A router that moves nothing else: no gradient goes on into the state.
-        return logit_BT, F.linear(state.h_BTD.detach(), self.second.weight[loop : loop + 1])[..., 0]
+        return logit_BT, in_fp32(self.second, state.h_BTD.detach(), row)[..., 0]
 
     def runs(self, state: State, loop: int) -> tuple[Tensor, Tensor]:
         return self._chosen(state, loop, *self.logits(state, loop))
@@ -282,7 +292,7 @@ class ExpertChoiceModule(RoutedModule):
         aux_BT, here_BT = state.aux_BT, state.route[0]
         assert aux_BT is not None
         if self.training and self.choice.causal_at_eval:
-            loss_BT = F.softplus(second_BT) - second_BT * runs_BT  # binary cross-entropy of a logit
+            loss_BT = F.binary_cross_entropy_with_logits(second_BT, runs_BT.to(second_BT.dtype), reduction="none")
             aux_BT = aux_BT + self.choice.weight * loss_BT * here_BT
         n_run = self.n_run(loop, here_BT.size(1)) if self.takes_top() else None
         state = state._replace(route=(runs_BT,), aux_BT=aux_BT)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -102,39 +103,53 @@ class UntiedModule(nn.Module):
 class LoraModule(TiedModule):
     def __init__(self, stack: Stack, rank: int, n_loops: int) -> None:
         super().__init__(stack)
-        self._number = LoopNumber()
         for module in list(stack.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(module, name, LoraLinear(child, rank, n_loops, self._number))
+                    setattr(module, name, LoraLinear(child, rank, n_loops))
+        self._at: dict[int, Stack] = {}
 
     def at(self, loop: int | Tensor) -> Stack:
-        # A tensor, so that a compiled stack is one graph for all loops.
-        self._number.loop = torch.tensor([loop], device=next(self.parameters()).device)
-        return self.stack
+        """The stack as loop ``loop`` runs it: other modules, the same parameters. Nothing is switched over, so that
+        threads may be at different loops."""
+        loop = int(loop)
+        if loop not in self._at:
+            self._at[loop] = stack = _at_loop(self.stack, loop)
+            if self.stack._compiled_call_impl is not None:
+                stack.compile()
+        return self._at[loop]
+
+    def train(self, mode: bool = True) -> LoraModule:
+        self._at.clear()  # the mode is no parameter: copies would keep the old one
+        return super().train(mode)
 
 
-class LoopNumber:
-    """The loop that runs, known to all maps of a stack."""
-
-    loop: Tensor
+def _at_loop(module: Any, loop: int) -> Any:
+    """A copy of a module tree that shares its parameters, whose `LoraLinear` maps are at ``loop``."""
+    new = copy.copy(module)
+    new._modules = {name: None if child is None else _at_loop(child, loop) for name, child in module._modules.items()}
+    if isinstance(new, LoraLinear):
+        new.loop = loop
+    return new
 
 
 class LoraLinear(nn.Linear, InitSpecial):
     """``W x (+ b) + B_r A_r x``."""
 
-    def __init__(self, linear: nn.Linear, rank: int, n_loops: int, number: LoopNumber) -> None:
+    loop = 0
+    """Whose term is added, 0-based."""
+
+    def __init__(self, linear: nn.Linear, rank: int, n_loops: int) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.down = nn.Parameter(torch.empty(n_loops, rank, linear.in_features))
         self.up = nn.Parameter(torch.empty(n_loops, linear.out_features, rank))
-        self._number = number
 
     def init_special(self) -> None:
         self.down.normal_(std=self.in_features**-0.5)
         self.up.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
-        down, up = (p.index_select(0, self._number.loop)[0] for p in (self.down, self.up))
+        down, up = self.down[self.loop], self.up[self.loop]
         if torch.is_grad_enabled() and self._should_merge(input):
             with torch.autocast(input.device.type, enabled=False):  # W + B A is rounded once, not B A on its own
                 weight = torch.addmm(self.weight, up, down)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, Float, NonNegativeFloat, PositiveFloat
 from alcoda.model.init import InitSpecial
+from alcoda.model.noise import noisy
 from alcoda.model.shape import Cost, Shape, linear
 
 
@@ -114,17 +115,21 @@ class GateModule(InitSpecial):
 
     def gate(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
         """g, the share of the old state that each dimension of each token keeps, in [0, 1]."""
+        return 1 - self._written(h_BTD, e_BTD)
+
+    def _written(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        """1 - g, of which bf16 keeps 8 bits where g, close to 1, would be 1."""
         read_BTE = torch.cat([self.state_norm(h_BTD), self.anchor_norm(e_BTD)], -1)
         logit_BTD = self.logit(F.silu(self.hidden(read_BTE)))
         if self.config.tau != 1:
             logit_BTD = logit_BTD / self.config.tau
-        if self.training and self.config.noise:
-            logit_BTD = torch.add(logit_BTD, torch.randn_like(logit_BTD), alpha=self.config.noise)
-        return torch.sigmoid(logit_BTD)
+        if self.training:
+            logit_BTD = noisy(logit_BTD, self.config.noise)
+        return torch.sigmoid(-logit_BTD)
 
     def forward(self, h_BTD: Tensor, x_BTD: Tensor, y_BTD: Tensor, e_BTD: Tensor) -> Tensor:
-        g_BTD = self.gate(h_BTD, e_BTD).to(h_BTD.dtype)
-        return torch.lerp(y_BTD.to(h_BTD.dtype), h_BTD, g_BTD)
+        written_BTD = self._written(h_BTD, e_BTD).to(h_BTD.dtype)
+        return torch.lerp(h_BTD, y_BTD.to(h_BTD.dtype), written_BTD)
 
     def describe(self, args: tuple[Tensor, ...], out: Tensor) -> dict[str, Tensor]:
         """The gate's values."""
