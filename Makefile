@@ -6,7 +6,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test slow check lint clean
+.PHONY: demo test slow long check lint clean
 
 demo: .venv/demo
 	.venv/bin/alcoda quickstart
@@ -18,6 +18,10 @@ test: .venv/dev
 # Threads that spin while they wait would slow each other down (docs/LOG.md).
 slow: .venv/dev
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -m slow
+
+# Trains every mini recipe for 200 steps and prints a table.
+long: .venv/dev
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check .
