@@ -8,7 +8,7 @@ from typing import Any
 
 from alcoda.errors import UsageError
 from alcoda.progress import bar
-from alcoda.training.library import is_overlay, project_recipes, recipe_files
+from alcoda.training.folders import is_overlay, project_recipes, recipe_files
 from alcoda.training.recipe import load_recipe, read_mapping
 
 

@@ -18,7 +18,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
 from alcoda.plugins import load_entry_points
 from alcoda.training.budget import Budget, StepFlops
-from alcoda.training.library import find_recipe, is_overlay
+from alcoda.training.folders import find_recipe, is_overlay
 from alcoda.training.objective import NextToken, Objective
 from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
 from alcoda.training.overlay import Overlay, overlay_all

@@ -17,7 +17,7 @@ from helpers import metrics
 from alcoda import api
 from alcoda.data.prepare import prepare
 from alcoda.data.splits import TRAIN
-from alcoda.training.library import project_recipes
+from alcoda.training.folders import project_recipes
 from alcoda.training.recipe import Recipe, load_recipe
 
 MINI = sorted(file.stem for file in (project_recipes() / "mini").glob("*.yaml"))

@@ -14,7 +14,7 @@ from alcoda.model.recurrence.inject import Concat, NoInject
 from alcoda.model.recurrence.update import Gate, Overwrite
 from alcoda.training import library
 from alcoda.training.catalogue import catalogue
-from alcoda.training.library import find_recipe, project_recipes
+from alcoda.training.folders import find_recipe, project_recipes
 from alcoda.training.optim import AdamW, Muon
 from alcoda.training.overlay import merge
 from alcoda.training.recipe import Recipe, load_recipe

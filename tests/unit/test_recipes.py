@@ -10,7 +10,7 @@ import yaml
 
 from alcoda.model.cost import Ledger
 from alcoda.model.lm import RecurrentLM
-from alcoda.training.library import is_overlay, project_recipes, recipe_files
+from alcoda.training.folders import is_overlay, project_recipes, recipe_files
 from alcoda.training.recipe import Recipe, load_recipe
 
 ROOT = project_recipes()
