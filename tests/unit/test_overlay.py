@@ -12,7 +12,7 @@ from alcoda.depth.sample import Uniform
 from alcoda.errors import UsageError
 from alcoda.model.recurrence.inject import Concat, NoInject
 from alcoda.model.recurrence.update import Gate, Overwrite
-from alcoda.training import library
+from alcoda.training import folders
 from alcoda.training.catalogue import catalogue
 from alcoda.training.folders import find_recipe, project_recipes
 from alcoda.training.optim import AdamW, Muon
@@ -157,7 +157,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path) -> Path:
     write(root / "mini/one.yaml", {**BASE, "source": "arXiv 1, section 2"})
     write(root / "papers/v1.5.yaml", BASE)
     write(root / "ablations/no_gate.yaml", {"description": "h = y", "model": {"update": "overwrite"}})
-    monkeypatch.setattr(library, "project_recipes", lambda: root)
+    monkeypatch.setattr(folders, "project_recipes", lambda: root)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     return root
