@@ -31,6 +31,7 @@ from alcoda.training import checkpoint
 from alcoda.training.device import autocast, describe, has_fast_bf16, keep_freed_memory
 from alcoda.training.objective import NextToken
 from alcoda.training.optim import AdamW
+from alcoda.training.passes import OnePass, Passes, step_loss
 
 CPU = torch.device("cpu")
 LOOPS = 8
@@ -57,17 +58,20 @@ def models(width: int) -> dict[str, ModelConfig]:
     return found
 
 
-def stepper(config: ModelConfig, rows: int, dtype: torch.dtype, recompute: bool = False) -> Callable[[], None]:
+def stepper(
+    config: ModelConfig, rows: int, dtype: torch.dtype, recompute: bool = False, passes: Passes | None = None
+) -> Callable[[], None]:
     """A function that does one training step."""
     model = checkpoint.build(config, CPU).init(0).train()
     optimizers = AdamW().build(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, config.seq_len + 1), generator=generator)
-    plan = LoopPlan(0, config.n_loops)
+    plan, scored_T = LoopPlan(0, config.n_loops), [rows] * config.seq_len
+    passes = passes or OnePass()
 
     def step() -> None:
         with autocast(CPU, dtype):
-            loss = NextToken().loss_sum(model, ids[:, :-1], ids[:, 1:], plan, recompute) / ids[:, 1:].numel()
+            loss = step_loss(NextToken(), passes, model, ids[:, :-1], ids[:, 1:], scored_T, plan, recompute)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from alcoda.errors import RunError, UsageError
-from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.prefill import Prefill, Reader
 from alcoda.training.device import autocast
 
 
@@ -38,6 +38,7 @@ def decode(
     stop: int | None = None,
     n_vocab: int | None = None,
     dtype: torch.dtype = torch.float32,
+    prefill: Prefill | None = None,
 ) -> Iterator[int]:
     """Yields token ids after ``prompt`` until ``stop`` (not yielded), ``max_tokens`` or the end of the context.
 
@@ -51,6 +52,7 @@ def decode(
         stop: the end-of-text id.
         n_vocab: ids below it exist; an embedding padded beyond the tokenizer is never drawn from there.
         dtype: of the passes.
+        prefill: how the prompt is read where the model has a memory; None: token by token, as all after it is.
     """
     model.config.check_loops(loops)
     model.config.check_decodes()
@@ -63,7 +65,7 @@ def decode(
         return None if token == stop else token
 
     # The arguments are checked when this is called, not when the first token is asked for.
-    return _decode(model, prompt, loops, room, pick, dtype)
+    return _decode(model, prompt, loops, room, pick, dtype, prefill)
 
 
 @torch.no_grad()
@@ -74,18 +76,19 @@ def _decode(
     room: int,
     pick: Callable[[Tensor], int | None],
     dtype: torch.dtype,
+    prefill: Prefill | None,
 ) -> Iterator[int]:
     device = model.embed.weight.device
-    store = KeyStore(len(prompt) + room)
+    reader = Reader(model, loops, len(prompt) + room)
     ids_BT = torch.tensor([list(prompt)], device=device)
     for _ in range(room):
         with autocast(device, dtype):
-            y_BTD = next(model.readouts(ids_BT, [loops], store=store)).y_BTD
-            logits_V = model.logits(y_BTD[0, -1])
+            logits_V = model.logits(reader.read(ids_BT, prefill)[0, -1])
         token = pick(logits_V)
         if token is None:
             return
         yield token
+        prefill = None
         ids_BT = torch.tensor([[token]], device=device)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
+from alcoda.model.prefill import Prefill, read_rows
 from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun, load_run
 
@@ -38,12 +39,14 @@ class LM:
         return self.model.config.n_loops
 
     @torch.no_grad()
-    def logits(self, ids: Ids, loops: int | None = None) -> Tensor:
+    def logits(self, ids: Ids, loops: int | None = None, prefill: Prefill | str | None = None) -> Tensor:
         """Logits of the next token after each of ``ids``, in fp32.
 
         Args:
             ids: ``[T]`` or ``[B, T]`` token ids (rows of one length).
             loops: loops of the core.
+            prefill: how a model with a memory reads them: exact (token by token; where None), interleaved, iterated,
+                zero, or a `Prefill`.
 
         Returns:
             ``[T, V]`` or ``[B, T, V]``.
@@ -68,7 +71,8 @@ class LM:
         rows_BT = ids_BT.to(device)
         rows_BT = rows_BT[None] if ids_BT.dim() == 1 else rows_BT
         with autocast(device, self.loaded.dtype):
-            logits_BTV = self.model(rows_BT, loops).float()
+            (y_BTD,) = read_rows(self.model, rows_BT, [loops], self.loaded.prefill(prefill, "exact"))
+            logits_BTV = self.model.logits(y_BTD).float()
         return logits_BTV[0] if ids_BT.dim() == 1 else logits_BTV
 
     def generate(self, prompt: str, **kwargs: object) -> str:
@@ -84,6 +88,7 @@ class LM:
         temperature: float = 0.0,
         top_k: int | None = None,
         seed: int = 0,
+        prefill: Prefill | str | None = None,
     ) -> Iterator[str]:
         """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters.
 
@@ -94,6 +99,8 @@ class LM:
             temperature: 0 takes the likeliest token each time.
             top_k: draw among so many likeliest tokens only.
             seed: of the draws; the same seed gives the same text.
+            prefill: how a model with a memory reads the prompt: interleaved (as in training; where None), exact,
+                iterated, zero, or a `Prefill`. What follows is read token by token.
 
         Raises:
             UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
@@ -112,6 +119,7 @@ class LM:
             stop=self.tokenizer.eot,
             n_vocab=self.tokenizer.vocab_size,
             dtype=self.loaded.dtype,
+            prefill=self.loaded.prefill(prefill, "interleaved"),
         )
         return self._text(tokens)
 

@@ -121,7 +121,9 @@ def detached(model: RecurrentLM, n_loops: int, n_free: int) -> tuple[Tensor, Gra
     torch.manual_seed(3)
     windows = config.block.windows()
     context = open_context(ids_BT, n_loops, model.position, windows, None, None, None, torch.float64)
-    e_BTD = model.prelude(model.position.embed(model.embedding(model.embed(ids_BT)), context.pos), context)
+    x_BTD = model.position.embed(model.embedding(model.embed(ids_BT)), context.pos)
+    context = model.memory.enter(context, x_BTD, None)
+    e_BTD, _ = model.prelude(x_BTD, context)
     inner = model.keys(e_BTD, context)
     h_BTD = model.state_init(e_BTD, context.pos)
     state = State(h_BTD, model.carry.start(e_BTD), *model.route.start(e_BTD))
@@ -132,7 +134,7 @@ def detached(model: RecurrentLM, n_loops: int, n_free: int) -> tuple[Tensor, Gra
             # is, the anchor too.
             all_new = config.route.gathers
             state = state.map(Tensor.detach) if all_new else state._replace(h_BTD=state.h_BTD.detach())
-    y_BTD = model.coda(model.readout_map(model.loop_norm.before_coda(state.h_BTD)), context)
+    y_BTD, _ = model.coda(model.readout_map(model.loop_norm.before_coda(state.h_BTD)), context)
     return loss_and_grads(model, Readout(model.final_norm(y_BTD), state), ids_BT)
 
 

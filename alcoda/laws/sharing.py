@@ -32,7 +32,7 @@ def check_tied(model: RecurrentLM) -> None:
     """The core makes the same of the same input at the first loop and at the second, to the bit; and its weights are
     counted once."""
     arguments = core_arguments(model)
-    first, second = (model.core.at(loop)(*arguments) for loop in (0, 1))
+    first, second = (model.core.at(loop)(*arguments)[0] for loop in (0, 1))
     close_logits(second, first, 0.0, "tied: the core is another function at loop 1 than at loop 0")
     said, there = ledger(model.config).params, sum(p.numel() for p in on_meta(model.config).parameters())
     require(said == there, f"tied: the ledger counts {said:,} parameters, the model has {there:,}")

@@ -44,16 +44,16 @@ class Attention(Choice, axis="attention"):
                 "remove qk_bias, or set block.bias to false"
             )
 
-    def build_keys(self, shape: Shape, values: ValueTable | None) -> KeyProjection:
+    def build_keys(self, shape: Shape, values: ValueTable | None, recall: nn.Module) -> KeyProjection:
         """What makes keys and values of what a token is: in each layer, or once of the prelude's output."""
-        return KeyProjection(self, shape, values)
+        return KeyProjection(self, shape, values, recall)
 
     def build(self, shape: Shape, keys: KeyProjection | None, window: int | None) -> AttentionModule:
         """Arguments as `AttentionModule`."""
         return AttentionModule(self, shape, keys, window)
 
     def key_cost(self, shape: Shape) -> Cost:
-        """Of `build_keys`, without what the value table costs."""
+        """Of `build_keys`, without the value table and the memory."""
         d_kv = self.kv_heads(shape.n_heads) * shape.d_head
         width = self.latent_width(shape.d_model)
         down = Cost() if width is None else linear(shape.d_model, width, shape.bias)
@@ -135,9 +135,9 @@ def turn(config: Attention, x_BHTK: Tensor, norm: nn.Module, rotation: Rotation 
 
 
 class KeyProjection(nn.Module):
-    """``k = W_k c, v = W_v c (+ the token's own)``; c is x, or a latent of it."""
+    """``k = W_k c, v = W_v c``, c is x or a latent of it; and what the memory and the token itself add to them."""
 
-    def __init__(self, config: Attention, shape: Shape, values: ValueTable | None) -> None:
+    def __init__(self, config: Attention, shape: Shape, values: ValueTable | None, recall: nn.Module) -> None:
         super().__init__()
         self.config, self.d_head = config, shape.d_head
         d_kv = config.kv_heads(shape.n_heads) * shape.d_head
@@ -148,13 +148,15 @@ class KeyProjection(nn.Module):
         self.v = nn.Linear(d_in, d_kv, bias=shape.bias)
         self.k_norm = build_head_norm(config, shape.d_head)
         self.values = values
+        self.recall = recall
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """``k_BGTK`` (normed and turned by its position) and ``v_BGTK`` of tokens ``ids_BT``."""
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, context: Context) -> tuple[Tensor, Tensor]:
+        """``k_BGTK`` (normed and turned by its position) and ``v_BGTK`` of the tokens of ``context``."""
         c_BTD = self.latent(x_BTD)
-        k_BGTK, v_BGTK = (split_heads(y_BTE, self.d_head) for y_BTE in (self.k(c_BTD), self.v(c_BTD)))
+        kv_BTE = self.recall(self.k(c_BTD), self.v(c_BTD), x_BTD, context.recall)
+        k_BGTK, v_BGTK = (split_heads(y_BTE, self.d_head) for y_BTE in kv_BTE)
         if self.values is not None:
-            v_BGTK = v_BGTK + self.values(x_BTD, ids_BT).to(v_BGTK.dtype)
+            v_BGTK = v_BGTK + self.values(x_BTD, context.ids_BT).to(v_BGTK.dtype)
         return turn(self.config, k_BGTK, self.k_norm, rotation), v_BGTK
 
 
@@ -181,7 +183,7 @@ class AttentionModule(nn.Module):
             assert context.frozen is not None
             k_BGSK, v_BGSK = context.frozen[layer]
         else:
-            k_BGTK, v_BGTK = self.keys(x_BTD, context.rotation, context.ids_BT)
+            k_BGTK, v_BGTK = self.keys(x_BTD, context.rotation, context)
             k_BGSK, v_BGSK = context.keys(stage, layer, k_BGTK, v_BGTK)
         y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.views[self.window])
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
@@ -195,8 +197,10 @@ products up to about this many tokens (benchmarks/train.py); beyond it the T x T
 def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
     """Attention over the visible keys, by the fastest exact kernel for the case; `attend_naive` is its reference."""
     trains = torch.is_grad_enabled() and q_BHTK.requires_grad
-    if trains and view.is_causal and q_BHTK.device.type == "cpu" and q_BHTK.size(2) <= EXPLICIT_MAX_TOKENS:
-        return _attend_explicit(q_BHTK, k_BGSK, v_BGSK)
+    # Positions in one row for all: then each query sees at least its own key, and no row of scores is empty.
+    plain = view.pos.dim() == 1 and (view.is_causal or view.mask is not None)
+    if trains and plain and q_BHTK.device.type == "cpu" and k_BGSK.size(2) <= EXPLICIT_MAX_TOKENS:
+        return _attend_explicit(q_BHTK, k_BGSK, v_BGSK, view)
     return F.scaled_dot_product_attention(
         q_BHTK,
         k_BGSK,
@@ -207,13 +211,14 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor
     )
 
 
-def _attend_explicit(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+def _attend_explicit(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
     n_tokens = q_BHTK.size(2)
     # Queries that share a head of keys stand together, so that keys are broadcast and never copied.
-    q_BGNTK = q_BHTK.unflatten(1, (k_BGTK.size(1), -1)) * q_BHTK.size(-1) ** -0.5
-    scores_BGNTS = q_BGNTK @ k_BGTK[:, :, None].transpose(-1, -2)
-    future_TS = torch.full((n_tokens, n_tokens), float("-inf"), dtype=scores_BGNTS.dtype).triu(1)
-    return (torch.softmax(scores_BGNTS + future_TS, -1).to(v_BGTK.dtype) @ v_BGTK[:, :, None]).flatten(1, 2)
+    q_BGNTK = q_BHTK.unflatten(1, (k_BGSK.size(1), -1)) * q_BHTK.size(-1) ** -0.5
+    scores_BGNTS = q_BGNTK @ k_BGSK[:, :, None].transpose(-1, -2)
+    hidden_TS = torch.full((n_tokens, k_BGSK.size(2)), float("-inf"), dtype=scores_BGNTS.dtype)
+    hidden_TS = hidden_TS.triu(1) if view.mask is None else hidden_TS.masked_fill(view.mask, 0.0)
+    return (torch.softmax(scores_BGNTS + hidden_TS, -1).to(v_BGSK.dtype) @ v_BGSK[:, :, None]).flatten(1, 2)
 
 
 def attend_naive(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from alcoda.config import Bool, Config
 from alcoda.model.attention import Attention, KeyProjection, MultiHead
 from alcoda.model.keys import Context
+from alcoda.model.memory import Memory, Source
 from alcoda.model.mlp import Mlp, SwiGlu
 from alcoda.model.norms import Norm, RMSNorm
 from alcoda.model.shape import Cost, Place, Shape, total
@@ -41,21 +42,27 @@ class BlockConfig(Config):
         """The windows that some layer may look through, in tokens: `open_context` makes a view of each."""
         return self.window.sizes()
 
-    def build_keys(self, shape: Shape, place: Place) -> KeyProjection:
+    def build_keys(self, shape: Shape, place: Place, memory: Memory) -> KeyProjection:
         """What makes the keys and values that the layer at ``place`` reads: its own, or frozen ones."""
         n_kv_heads = self.attention.kv_heads(shape.n_heads)
-        return self.attention.build_keys(shape, self.value_embed.build(shape, n_kv_heads, place))
+        values, recall = self.value_embed.build(shape, n_kv_heads, place), memory.build_recall(shape, self.d_kv(shape))
+        return self.attention.build_keys(shape, values, recall)
 
-    def key_cost(self, shape: Shape, place: Place) -> Cost:
+    def d_kv(self, shape: Shape) -> int:
+        """Width of all heads of keys."""
+        return self.attention.kv_heads(shape.n_heads) * shape.d_head
+
+    def key_cost(self, shape: Shape, place: Place, memory: Memory) -> Cost:
         """Of `build_keys`."""
-        return total(self.attention.key_cost(shape), self._value_cost(shape, place))
+        return total(self.attention.key_cost(shape), self._value_cost(shape, place), self._recall_cost(shape, memory))
 
-    def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
+    def cost(self, shape: Shape, place: Place, memory: Memory) -> dict[str, Cost]:
         """One block, by term. With keys of its own, they are among the attention's projections."""
         n_norms = 2 if self.sandwich == "none" else 4
         return {
             **{f"attention.{name}": cost for name, cost in self.attention.cost(shape, place).items()},
             "value_embed": self._value_cost(shape, place) if place.own_keys else Cost(),
+            "memory": total(memory.residual_cost(), self._recall_cost(shape, memory) if place.own_keys else Cost()),
             "mlp": self.mlp.cost(shape),
             "norms": Cost(params=n_norms * self.norm.cost(shape).params),
         }
@@ -63,14 +70,20 @@ class BlockConfig(Config):
     def _value_cost(self, shape: Shape, place: Place) -> Cost:
         return self.value_embed.cost(shape, self.attention.kv_heads(shape.n_heads), place)
 
+    def _recall_cost(self, shape: Shape, memory: Memory) -> Cost:
+        latent = self.attention.key_cost(shape).latent
+        whole = Cost(latent=2 * self.d_kv(shape) - latent if memory.mixes_keys else 0)
+        return total(memory.key_cost(shape, self.d_kv(shape)), whole)
+
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """The memory, then pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: BlockConfig, shape: Shape, place: Place) -> None:
+    def __init__(self, config: BlockConfig, shape: Shape, place: Place, memory: Memory) -> None:
         super().__init__()
-        keys = config.build_keys(shape, place) if place.own_keys else None
+        keys = config.build_keys(shape, place, memory) if place.own_keys else None
         self.on_branch = config.sandwich == "on_branch"
+        self.memory = memory.build_residual()
         self.attention_norm = config.norm.build(shape)
         self.attention = config.attention.build(shape, keys, config.window.at(place))
         self.attention_post = nn.Identity() if config.sandwich == "none" else config.norm.build(shape)
@@ -79,6 +92,7 @@ class Block(nn.Module):
         self.mlp_post = nn.Identity() if config.sandwich == "none" else config.norm.build(shape)
 
     def forward(self, x_BTD: Tensor, context: Context, stage: str, layer: int) -> Tensor:
+        x_BTD = self.memory(x_BTD, context.recall)
         x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), context, stage, layer), self.attention_post)
         return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_post)
 
@@ -87,14 +101,31 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in a row. ``stage`` names their slots in the key store."""
+    """Blocks in a row.
 
-    def __init__(self, stage: str, places: Sequence[Place], config: BlockConfig, shape: Shape) -> None:
+    Args:
+        stage: names their slots in the key store.
+        source: of the model's memory (`alcoda.model.memory`), which may be one of these blocks.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        places: Sequence[Place],
+        config: BlockConfig,
+        shape: Shape,
+        memory: Memory,
+        source: Source | None = None,
+    ) -> None:
         super().__init__()
         self.stage = stage
-        self.layers = nn.ModuleList(Block(config, shape, place) for place in places)
+        self.layers = nn.ModuleList(Block(config, shape, place, memory) for place in places)
+        self.source_layer = source[1] if source is not None and source[0] == stage else len(places) - 1
 
-    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The output of the last block, and that of the one which is the memory's source (else the same again)."""
+        source_BTD = x_BTD
         for layer, block in enumerate(self.layers):
             x_BTD = block(x_BTD, context, self.stage, layer)
-        return x_BTD
+            source_BTD = x_BTD if layer == self.source_layer else source_BTD
+        return x_BTD, source_BTD

@@ -13,6 +13,7 @@ from alcoda.errors import UsageError
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.embedding import AsItIs, Embedding
 from alcoda.model.head import FinalNorm, Head, NoCap, OwnNorm, SoftCap, Tied
+from alcoda.model.memory import Memory, NoMemory, Source
 from alcoda.model.positions import Position, Rope
 from alcoda.model.recurrence.carry import Carry, LastState
 from alcoda.model.recurrence.exit_gate import ExitGate, NoExitGate
@@ -65,6 +66,7 @@ class ModelConfig(Config):
     loop_norm: LoopNorm = NoLoopNorm()
     exit_gate: ExitGate = NoExitGate()
     readout_map: ReadoutMap = NoReadoutMap()
+    memory: Memory = NoMemory()
     final_norm: FinalNorm = OwnNorm()
 
     @property
@@ -102,6 +104,11 @@ class ModelConfig(Config):
         return self.n_prelude + self.n_core * self.n_loops + self.n_coda
 
     @property
+    def memory_source(self) -> Source | None:
+        """Which layer's state later tokens remember; None where the model has no memory."""
+        return self.memory.source_of(self.n_prelude, self.n_core, self.n_coda, self.n_loops)
+
+    @property
     def anchor_reaches_loop(self) -> bool:
         """Whether loops read the prelude's output otherwise than through the state before them."""
         return self.inject.carries_anchor or self.update.reads_anchor or self.keys.carries_anchor
@@ -126,15 +133,15 @@ class ModelConfig(Config):
         return n_loops
 
     def check_readouts(
-        self, loops: Sequence[int], has_store: bool, rows: Sequence[int] | None = None, n_rows: int = 0
+        self, loops: Sequence[int], decodes: bool, rows: Sequence[int] | None = None, n_rows: int = 0
     ) -> None:
         """Refuse depths that one pass of the model cannot read out."""
         if list(loops) != sorted(set(loops)) or not loops or loops[0] < 1:
             raise ValueError(f"loops={list(loops)} must be increasing and at least 1")
         self.check_loops(loops[-1])
-        if has_store and len(loops) > 1:
+        if decodes and len(loops) > 1:
             raise ValueError(f"loops={list(loops)} with a key store: a store serves one depth")
-        if has_store:
+        if decodes:
             self.check_decodes()
         if rows is None:
             return
@@ -170,6 +177,7 @@ class ModelConfig(Config):
         self.block.check(shape)
         if self.n_prelude + self.n_core + self.n_coda == 0:
             raise ValueError("n_prelude, n_core and n_coda are all 0: a model needs at least one block")
+        self.memory.check(self.n_prelude, self.n_core, self.n_coda)
         if self.is_recurrent:
             self._check_recurrent()
         else:

@@ -52,8 +52,8 @@ class Term:
 @dataclass(frozen=True)
 class TrainingDepth:
     """One kind of training pass: how many loops run, how many of them with gradients, whether those are recomputed,
-    how many depths are read out (through coda and head), how often the head runs beside them without gradients, and at
-    which train step (None: after any warm-up)."""
+    how many depths are read out (through coda and head), how often the head runs beside them without gradients, at
+    which train step (None: after any warm-up), and how many times a step runs a token (`alcoda.training.passes`)."""
 
     loops: int
     grad_loops: int
@@ -61,6 +61,7 @@ class TrainingDepth:
     readouts: float = 1.0
     more_heads: float = 0.0
     train_step: int | None = None
+    passes: float = 1.0
 
 
 Mixture = Sequence[tuple[float, TrainingDepth]]
@@ -166,7 +167,7 @@ def _passes(model: ModelConfig, part: Part, depth: TrainingDepth) -> float:
         run, grad = run * depth.readouts, grad * depth.readouts
         run += depth.more_heads if part.name == "head" else 0
     recomputed = grad if depth.recompute and part.in_loop else 0
-    return run + 2 * grad + recomputed
+    return (run + 2 * grad + recomputed) * depth.passes
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,8 @@ def _parts(model: ModelConfig, shape: Shape) -> list[Part]:
         Part("embedding", model.embedding.cost(norm, shape)),
         Part("position", model.position.cost(shape)),
         *_blocks(model, shape, "prelude"),
-        Part("keys", model.keys.cost(model.block, shape, model.places("core"))),
+        Part("memory", model.memory.cost(shape, model.block.d_kv(shape))),
+        Part("keys", model.keys.cost(model.block, shape, model.places("core"), model.memory)),
         Part("route", model.route.cost(shape, model.n_loops)),
         Part("route.loop", Cost(flops=model.route.loop_flops(shape)), "loop"),
         Part("carry", model.carry.cost(shape), "step", shared=True),
@@ -239,7 +241,7 @@ def _parts(model: ModelConfig, shape: Shape) -> list[Part]:
 
 
 def _blocks(model: ModelConfig, shape: Shape, stage: str) -> list[Part]:
-    blocks = [model.block.cost(shape, place) for place in model.places(stage)]
+    blocks = [model.block.cost(shape, place, model.memory) for place in model.places(stage)]
     names = list(dict.fromkeys(name for block in blocks for name in block))
     return [Part(f"{stage}.{name}", total(*(block.get(name, Cost()) for block in blocks))) for name in names]
 

@@ -11,12 +11,14 @@ them; the driver opens a pass once, and no layer knows whether it is the last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from alcoda.model.gather import tokens_at
 from alcoda.model.positions import PositionModule, Rotation
 
 Slot = tuple[str, int, int]
@@ -68,12 +70,40 @@ class View(NamedTuple):
         return self._replace(mask=near if self.mask is None else near & self.mask, is_causal=False)
 
 
+class Store(Protocol):
+    """Where the keys of a pass go, and which earlier ones its queries see.
+
+    Attributes:
+        decodes: what it keeps is for one depth, and for passes to come.
+        n_tokens: tokens a row, those of the pass that is open included.
+    """
+
+    decodes: ClassVar[bool]
+    n_tokens: int
+
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> View:
+        """Begin a pass of ``n_tokens`` a row at ``n_loops`` loops; what its queries may see."""
+        ...
+
+    def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
+        """Note which tokens of this pass run ``loop``; True for every stored token that has a key there, [B, S]."""
+        ...
+
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+        """Keep this pass's keys and values in ``slot``; returns all that its queries read, ``k_BGSK, v_BGSK``."""
+        ...
+
+
 class KeyStore:
     """Keys and values of earlier tokens, by slot. For inference: written in place, without gradients.
 
     Args:
         capacity_tokens: room made at first; it doubles when it is short.
     """
+
+    decodes: ClassVar[bool] = True
 
     def __init__(self, capacity_tokens: int = 256) -> None:
         self.capacity_tokens = capacity_tokens
@@ -82,11 +112,12 @@ class KeyStore:
         self.slots: dict[Slot, Keys] = {}
         self._written: dict[Slot, int] = {}
         self._start = 0
-        # None while the keys are exactly positions 0 .. n_tokens-1 of every row: the case that must cost nothing.
-        self._pos_BS: Tensor | None = None
-        self._live_BS: Tensor | None = None
+        # Positions and liveness; None while the keys are exactly positions 0 .. n_tokens-1 of every row: the case that
+        # must cost nothing.
+        self.pos_BS: Tensor | None = None
+        self.live_BS: Tensor | None = None
         # By loop, where a router lets some tokens out: whether the token ran it, and so has a key there.
-        self._ran_BS: dict[int, Tensor] = {}
+        self.ran_BS: dict[int, Tensor] = {}
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -109,7 +140,7 @@ class KeyStore:
             )
         self.n_loops = n_loops
         start, self._start, self.n_tokens = self.n_tokens, self.n_tokens, self.n_tokens + n_tokens
-        if pos_BT is None and live_BT is None and self._pos_BS is None:
+        if pos_BT is None and live_BT is None and self.pos_BS is None:
             pos_T = torch.arange(start, self.n_tokens, device=device)
             if start == 0:
                 return View.causal(pos_T)
@@ -120,51 +151,53 @@ class KeyStore:
     def _open_tagged(
         self, start: int, n_tokens: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
     ) -> View:
-        known = next((t for t in (pos_BT, live_BT, self._pos_BS) if t is not None), None)
+        known = next((t for t in (pos_BT, live_BT, self.pos_BS) if t is not None), None)
         assert known is not None
         n_rows = known.size(0)
         if pos_BT is None:
             last_B1 = torch.full((n_rows, 1), start - 1, device=device)
-            if self._pos_BS is not None and self._live_BS is not None and start:
-                last_B1 = self._pos_BS.masked_fill(~self._live_BS, -1).amax(1, keepdim=True)
+            if self.pos_BS is not None and self.live_BS is not None and start:
+                last_B1 = self.pos_BS.masked_fill(~self.live_BS, -1).amax(1, keepdim=True)
             pos_BT = last_B1 + 1 + torch.arange(n_tokens, device=device)
         if live_BT is None:
             live_BT = torch.ones_like(pos_BT, dtype=torch.bool)
-        if self._pos_BS is None:
-            self._pos_BS = torch.arange(start, device=device).expand(n_rows, start)
-            self._live_BS = torch.ones(n_rows, start, dtype=torch.bool, device=device)
-        assert self._live_BS is not None
-        same_BST = (self._pos_BS[:, :, None] == pos_BT[:, None, :]) & live_BT[:, None, :]
-        self._pos_BS = torch.cat([self._pos_BS, pos_BT], 1)
-        self._live_BS = torch.cat([self._live_BS & ~same_BST.any(-1), live_BT], 1)
-        return View.tagged(pos_BT, self._pos_BS, self._live_BS)
+        if self.pos_BS is None:
+            self.pos_BS = torch.arange(start, device=device).expand(n_rows, start)
+            self.live_BS = torch.ones(n_rows, start, dtype=torch.bool, device=device)
+        assert self.live_BS is not None
+        same_BST = (self.pos_BS[:, :, None] == pos_BT[:, None, :]) & live_BT[:, None, :]
+        self.pos_BS = torch.cat([self.pos_BS, pos_BT], 1)
+        self.live_BS = torch.cat([self.live_BS & ~same_BST.any(-1), live_BT], 1)
+        return View.tagged(pos_BT, self.pos_BS, self.live_BS)
 
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         """Note which tokens of this pass run ``loop``; True for every stored token that has a key there, [B, S]."""
-        before_BS = self._ran_BS.get(loop, ran_BT[:, :0])
-        self._ran_BS[loop] = ran_BS = torch.cat([before_BS, ran_BT], 1)
-        return ran_BS if self._live_BS is None else ran_BS & self._live_BS
+        before_BS = self.ran_BS.get(loop, ran_BT[:, :0])
+        self.ran_BS[loop] = ran_BS = torch.cat([before_BS, ran_BT], 1)
+        return ran_BS if self.live_BS is None else ran_BS & self.live_BS
 
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """Store this pass's keys and values in ``slot``; returns all that it holds, ``k_BGSK, v_BGSK``."""
         written = self._written.get(slot, 0)
-        routed = slot[0] == CORE and slot[2] in self._ran_BS
+        routed = slot[0] == CORE and slot[2] in self.ran_BS
         assert routed or written == self._start, f"slot {slot} holds keys of {written} of {self._start} earlier tokens"
-        old = self.slots.get(slot)
-        if old is None or old[0].size(2) < self.n_tokens:
-            capacity = max(self.capacity_tokens, self.n_tokens)
-            if old is not None:
-                capacity = max(capacity, 2 * old[0].size(2))
+        held = self.held(slot, k_BGTK, v_BGTK)
+        for held_BGSK, fresh_BGTK in zip(held, (k_BGTK, v_BGTK), strict=True):
+            held_BGSK[:, :, self._start :] = fresh_BGTK
+        return held
+
+    def held(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+        """The keys and values in ``slot``, with room for all tokens, of the form of those given. Written in place."""
+        written, held = self._written.get(slot, 0), self.slots.get(slot)
+        if held is None or held[0].size(2) < self.n_tokens:
+            capacity = max(self.capacity_tokens, self.n_tokens, 0 if held is None else 2 * held[0].size(2))
             # Zeros, not what the memory held: a token that did not run leaves a gap, and 0 times a NaN is a NaN.
-            new = tuple(t.new_zeros(t.size(0), t.size(1), capacity, t.size(3)) for t in (k_BGTK, v_BGTK))
-            if old is not None:
-                for buffer, kept in zip(new, old, strict=True):
-                    buffer[:, :, :written] = kept[:, :, :written]
-            self.slots[slot] = old = (new[0], new[1])
-        for buffer, fresh in zip(old, (k_BGTK, v_BGTK), strict=True):
-            buffer[:, :, self._start : self.n_tokens] = fresh
+            k_BGSK, v_BGSK = (x.new_zeros(x.size(0), x.size(1), capacity, x.size(3)) for x in (k_BGTK, v_BGTK))
+            for grown, before in zip((k_BGSK, v_BGSK), held or (), strict=False):
+                grown[:, :, :written] = before[:, :, :written]
+            self.slots[slot] = held = k_BGSK, v_BGSK
         self._written[slot] = self.n_tokens
-        return old[0][:, :, : self.n_tokens], old[1][:, :, : self.n_tokens]
+        return held[0][:, :, : self.n_tokens], held[1][:, :, : self.n_tokens]
 
     def n_bytes(self) -> int:
         """Bytes of the keys and values held (not of the room made for more)."""
@@ -172,6 +205,24 @@ class KeyStore:
 
 
 CORE = "core"
+
+
+class Recall(NamedTuple):
+    """What the tokens of a pass are told of earlier ones (`alcoda.model.memory`), a row a token.
+
+    Attributes:
+        m_BTD: the memory of each.
+        x0_BTD: what each is before the first block.
+        shared: what the memory adds to keys and to values, ``[B, T, G K]`` each, where the layers share the maps.
+    """
+
+    m_BTD: Tensor
+    x0_BTD: Tensor
+    shared: tuple[Tensor, ...] = ()
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Recall:
+        """``f`` of every tensor."""
+        return Recall(f(self.m_BTD), f(self.x0_BTD), tuple(f(x) for x in self.shared))
 
 
 @dataclass(frozen=True)
@@ -187,25 +238,27 @@ class Context:
         frozen: keys and values that the core's layers read in place of their own, by layer.
         index_BK: of a pass over some tokens only (a router let the others out): which of the T they are.
         n_tokens: T.
+        recall: what they are told of earlier tokens; None where the model has no memory.
     """
 
     ids_BT: Tensor
     views: dict[int | None, View]
     rotation: Rotation | None
-    store: KeyStore | None = None
+    store: Store | None = None
     loop: int = 0
     frozen: tuple[Keys, ...] | None = None
     index_BK: Tensor | None = None
     n_tokens: int = 0
+    recall: Recall | None = None
 
     @property
     def pos(self) -> Tensor:
         """Positions of the tokens that run, [T] or [B, T]."""
         return self.views[None].pos
 
-    def at_loop(self, loop: int | Tensor) -> Context:
+    def at_loop(self, loop: int) -> Context:
         """The context of another loop's slots. Without a store all loops share one, so a compiled pass is one graph."""
-        return self if self.store is None else replace(self, loop=int(loop))
+        return self if self.store is None else replace(self, loop=loop)
 
     def some(self, index_BK: Tensor, runs_BT: Tensor, exact: bool) -> Context:
         """The context of a loop that some tokens run.
@@ -232,11 +285,12 @@ class Context:
             views={window: view if window is None else view.within(window) for window in self.views},
             rotation=None if self.rotation is None else self.rotation.at(index_BK),
             index_BK=index_BK,
+            recall=None if self.recall is None else self.recall.map(lambda x: tokens_at(x, index_BK)),
         )
 
     def rows(self, index_N: Tensor) -> Context:
-        """The context of some sequences of the batch, in a pass that keeps no keys."""
-        assert self.store is None
+        """The context of some sequences of the batch, in a pass that does not decode."""
+        assert self.store is None or not self.store.decodes
 
         def pick(x: Tensor | None, batch_dims: int) -> Tensor | None:
             return x if x is None or x.dim() < batch_dims or x.size(0) == 1 else x[index_N]
@@ -250,7 +304,8 @@ class Context:
         if rotation is not None and rotation.cos.dim() == 4:
             rotation = rotation._replace(cos=rotation.cos[index_N], sin=rotation.sin[index_N])
         frozen = None if self.frozen is None else tuple((k[index_N], v[index_N]) for k, v in self.frozen)
-        return replace(self, ids_BT=self.ids_BT[index_N], views=views, rotation=rotation, frozen=frozen)
+        recall = None if self.recall is None else self.recall.map(lambda x: x[index_N])
+        return replace(self, ids_BT=self.ids_BT[index_N], views=views, rotation=rotation, frozen=frozen, recall=recall)
 
     def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """All keys and values that this pass's queries read in this layer: ``k_BGSK, v_BGSK``."""
@@ -273,7 +328,7 @@ def open_context(
     windows: tuple[int, ...],
     pos_BT: Tensor | None,
     live_BT: Tensor | None,
-    store: KeyStore | None,
+    store: Store | None,
     dtype: torch.dtype,
 ) -> Context:
     """The context of one pass over ``ids_BT``; arguments as `RecurrentLM.forward`.

@@ -1,6 +1,7 @@
 """`RecurrentLM`: embed, prelude, a loop of one shared core, coda, head. It names no variant and has no branch on one.
 
 tokens -> embed -> prelude -> e            (the anchor, fixed from here on)
+          each token's memory enters every layer of prelude, core (at each loop) and coda
           loop r = 0 .. n-1, of the tokens that the route lets run it:
               x = inject(carry(h, r), e);   y = core(x, keys);   h = loop_norm(update(h, x, y, e))
           loop norm -> read-out map -> coda -> norm -> head -> logits
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from alcoda.model.blocks import Stack
 from alcoda.model.config import ModelConfig
 from alcoda.model.init import init_weights
-from alcoda.model.keys import Context, KeyStore, open_context
+from alcoda.model.keys import Context, Store, open_context
 from alcoda.model.state import Readout, State, in_rows
 
 
@@ -35,14 +36,15 @@ class RecurrentLM(nn.Module):
         self.config = config
 
         def stack(stage: str) -> Stack:
-            return Stack(stage, config.places(stage), block, shape)
+            return Stack(stage, config.places(stage), block, shape, config.memory, config.memory_source)
 
         self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
         self.embedding = config.embedding.build(norm, shape)
         self.position = config.position.build(shape)
+        self.memory = config.memory.build(shape, block.d_kv(shape), config.memory_source)
         self.prelude = stack("prelude")
         self.state_init = config.state_init.build(shape)
-        self.keys = config.keys.build(block, shape, config.places("core"))
+        self.keys = config.keys.build(block, shape, config.places("core"), config.memory)
         self.route = config.route.build(shape, config.n_loops)
         self.carry = config.carry.build(shape)
         self.loop_index = config.loop_index.build(shape)
@@ -88,48 +90,55 @@ class RecurrentLM(nn.Module):
         rows: Sequence[int] | None = None,
         pos_BT: Tensor | None = None,
         live_BT: Tensor | None = None,
-        store: KeyStore | None = None,
+        store: Store | None = None,
+        memory_BTD: Tensor | None = None,
     ) -> Iterator[Readout]:
         """The model at each of the increasing depths ``loops``, from one run to the last.
 
         Args:
             ids_BT: token ids.
-            loops: depths that are read out. With a store, one: the coda's keys are written once a pass.
+            loops: depths that are read out; with a store that decodes, one.
             n_free: how many loops, from the first, run without gradients (truncated backpropagation in depth).
             recompute: keep one state a loop instead of every activation, and run each loop again in the backward pass.
             rows: loops of each row, at most ``loops[-1]``; a row with fewer begins later, so that all end together.
             pos_BT: positions of the tokens; None: they follow what ``store`` holds.
             live_BT: False for padding, which no query sees; None: all live.
             store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
+            memory_BTD: what each token is told of earlier ones (`MemoryModule.recall`); None: zero.
         """
-        self.config.check_readouts(loops, store is not None, rows, ids_BT.size(0))
+        self.config.check_readouts(loops, store is not None and store.decodes, rows, ids_BT.size(0))
         n_loops = loops[-1]
         context = open_context(
             ids_BT, n_loops, self.position, self.config.block.windows(), pos_BT, live_BT, store, self.embed.weight.dtype
         )
-        e_BTD = self.prelude(self.position.embed(self.embedding(self.embed(ids_BT)), context.pos), context)
+        x_BTD = self.position.embed(self.embedding(self.embed(ids_BT)), context.pos)
+        context = self.memory.enter(context, x_BTD, memory_BTD)
+        e_BTD, early_BTD = self.prelude(x_BTD, context)
         inner = self.keys(e_BTD, context)
         h_BTD = self.state_init(e_BTD, context.pos)
         state = State(h_BTD, self.carry.start(e_BTD), *self.route.start(e_BTD))
         for loop in range(n_loops):
             run = self._recomputed if recompute and torch.is_grad_enabled() else self._loop
             run = torch.no_grad()(self._loop) if loop < n_free else run
-            state = in_rows(run, state, e_BTD, loop, inner, rows, n_loops)
+            here = inner.at_loop(self.config.keys.slot_loop(loop))
+            state = in_rows(run, state, e_BTD, loop, here, rows, n_loops)
             if loop + 1 in loops:
-                y_BTD = self.coda(self.readout_map(self.loop_norm.before_coda(state.h_BTD)), context)
+                y_BTD = self.readout_map(self.loop_norm.before_coda(state.h_BTD))
+                y_BTD, late_BTD = self.coda(y_BTD, context.at_loop(loop))
                 y_BTD = self.final_norm(y_BTD)
-                yield Readout(self.core.touch(y_BTD, n_loops) if loop + 1 == n_loops else y_BTD, state)
+                source_BTD = self.memory.source(early_BTD, state.h_BTD, late_BTD, y_BTD)
+                yield Readout(self.core.touch(y_BTD, n_loops) if loop + 1 == n_loops else y_BTD, state, source_BTD)
 
     def _recomputed(self, *args: Any) -> State:
         return checkpoint(self._loop, *args, use_reentrant=False)
 
     def _loop(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
         """One loop of all rows. ``loop`` is a tensor [B] where rows are at different ones."""
-        return self.route(self._step, state, e_BTD, loop, context.at_loop(self.config.keys.slot_loop(loop)))
+        return self.route(self._step, state, e_BTD, loop, context)
 
     def _step(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
         x_BTD, kept = self.carry(state.h_BTD, state.kept)
         x_BTD = self.inject(self.loop_index(x_BTD, loop), e_BTD)
-        y_BTD = self.core.at(loop)(x_BTD, context)
+        y_BTD, _ = self.core.at(loop)(x_BTD, context)
         h_BTD = self.loop_norm.after_loop(self.update(state.h_BTD, x_BTD, y_BTD, e_BTD))
         return state._replace(h_BTD=h_BTD, kept=kept)

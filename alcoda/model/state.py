@@ -49,24 +49,17 @@ Run = Callable[[State, Tensor, int | Tensor, Context], State]
 
 
 class Readout(NamedTuple):
-    """The model at one depth: what the head reads, ``y_BTD``, and the state that it comes from."""
+    """The model at one depth.
+
+    Attributes:
+        y_BTD: what the head reads.
+        state: what it comes from.
+        source_BTD: what later tokens remember of each; None where the model has no memory.
+    """
 
     y_BTD: Tensor
     state: State
-
-
-def tokens_at(x: Tensor, index_BK: Tensor) -> Tensor:
-    """Some tokens of each sequence: ``[B, T, ...]`` as ``[B, K, ...]``."""
-    return x.gather(1, _widened(index_BK, x))
-
-
-def put_tokens(x: Tensor, index_BK: Tensor, new: Tensor) -> Tensor:
-    """``x`` with ``new`` at those tokens."""
-    return x.scatter(1, _widened(index_BK, x), new.to(x.dtype))
-
-
-def _widened(index_BK: Tensor, like: Tensor) -> Tensor:
-    return index_BK.view(*index_BK.shape, *[1] * (like.dim() - 2)).expand(-1, -1, *like.shape[2:])
+    source_BTD: Tensor | None = None
 
 
 def in_rows(

@@ -15,6 +15,7 @@ from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import TrainingDepth, ledger
 from alcoda.training.objective import Objective
+from alcoda.training.passes import OnePass, Passes
 
 MOST_STEPS = 1_000_000
 """A budget of more is refused: depths are drawn step by step to add up what they cost."""
@@ -73,6 +74,7 @@ class StepFlops(NamedTuple):
     model: ModelConfig
     objective: Objective
     recompute: bool
+    passes: Passes = OnePass()
 
     def __call__(self, plan: LoopPlan, train_step: int) -> float:
         warming = self.model.route.warming(train_step)
@@ -80,19 +82,19 @@ class StepFlops(NamedTuple):
         flops = sum(k * _row_flops(self, n, min(n, plan.n_grad), warming) for n, k in n_rows.items())
         return flops / len(plan.depths)
 
-    def passes(self, n_loops: int, n_grad: int, warming: int | None = None) -> TrainingDepth:
-        """A pass of ``n_loops`` loops, as the ledger takes it."""
+    def at(self, n_loops: int, n_grad: int, warming: int | None = None) -> TrainingDepth:
+        """A row of ``n_loops`` loops, as the ledger takes it."""
         n_readouts, more_heads = self.objective.n_readouts(n_loops), self.objective.n_more_heads(n_loops)
-        return TrainingDepth(n_loops, n_grad, self.recompute, n_readouts, more_heads, warming)
+        return TrainingDepth(n_loops, n_grad, self.recompute, n_readouts, more_heads, warming, self.passes.cost())
 
     def mixture(self, depth: Depth) -> list[tuple[float, TrainingDepth]]:
-        """The passes of a run at the depths of a resolved sampler, after any warm-up."""
-        return [(share, self.passes(n, min(n, depth.last_k or n))) for n, share in depth.pmf().items()]
+        """The rows of a run at the depths of a resolved sampler, after any warm-up."""
+        return [(share, self.at(n, min(n, depth.last_k or n))) for n, share in depth.pmf().items()]
 
 
 @lru_cache(maxsize=4096)
 def _row_flops(step_flops: StepFlops, n_loops: int, n_grad: int, warming: int | None) -> float:
-    return ledger(step_flops.model, None, step_flops.passes(n_loops, n_grad, warming)).training_flops_per_token
+    return ledger(step_flops.model, None, step_flops.at(n_loops, n_grad, warming)).training_flops_per_token
 
 
 @lru_cache(maxsize=8)

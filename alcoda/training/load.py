@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.prefill import Prefill, prefills
 from alcoda.training import checkpoint
 from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.recipe import Recipe
@@ -36,6 +37,17 @@ class LoadedRun:
     tokenizer: Tokenizer
     dtype: torch.dtype
     train_step: int
+
+    def prefill(self, choice: Prefill | str | None, otherwise: str) -> Prefill:
+        """How rows are read where the model has a memory: a choice or its name; ``otherwise`` where None.
+
+        Raises:
+            UsageError: no such choice.
+        """
+        found = choice if isinstance(choice, Prefill) else prefills().get(choice or otherwise)
+        if found is None:
+            raise UsageError(f"prefill {choice!r}{did_you_mean(str(choice), prefills())}")
+        return found.resolve(self.recipe.passes.prefill_subsets())
 
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:

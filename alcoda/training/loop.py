@@ -24,6 +24,7 @@ from alcoda.model.blocks import Stack
 from alcoda.training import checkpoint
 from alcoda.training.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.load import check_tokenizer
+from alcoda.training.passes import step_loss
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder, provenance
 from alcoda.training.start import start
@@ -233,13 +234,22 @@ class Trainer:
         config = self.recipe.train
         inputs_BT = torch.from_numpy(batch.inputs_BT).to(self.device)
         targets_BT = torch.from_numpy(batch.targets_BT).to(self.device)
-        n_scored = max(int((batch.targets_BT >= 0).sum()), 1)
+        scored_T = (batch.targets_BT >= 0).sum(0).tolist()
         total = 0.0
         n_parts = config.micro_batches
         for i, (inputs, targets) in enumerate(zip(inputs_BT.chunk(n_parts), targets_BT.chunk(n_parts), strict=True)):
             part = plan.part(i, n_parts)
             with autocast(self.device, self.dtype):
-                loss = self.recipe.objective.loss_sum(self.model, inputs, targets, part, config.recompute) / n_scored
+                loss = step_loss(
+                    self.recipe.objective,
+                    self.recipe.passes,
+                    self.model,
+                    inputs,
+                    targets,
+                    scored_T,
+                    part,
+                    config.recompute,
+                )
             loss.backward()
             total += loss.item()
         if not math.isfinite(total):

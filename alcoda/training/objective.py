@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -38,10 +38,16 @@ class Objective(Choice, axis="objective"):
         """Mean number of times beside them that the head runs, without gradients."""
         return 0.0
 
-    def loss_sum(
-        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
-    ) -> Tensor:
-        """The loss in nats, summed over the targets that are scored."""
+    def loops(self, plan: LoopPlan) -> Sequence[int]:
+        """The depths that a pass is read out at, increasing; the last is the plan's."""
+        return [plan.n_loops]
+
+    def loss_sum(self, model: RecurrentLM, readouts: Sequence[Readout], targets_BT: Tensor) -> Tensor:
+        """The loss of one pass in nats, summed over the targets that are scored.
+
+        Args:
+            readouts: at the depths `loops`.
+        """
         raise NotImplementedError
 
 
@@ -50,10 +56,8 @@ class NextToken(Objective):
 
     kind: Literal["next_token"] = "next_token"
 
-    def loss_sum(
-        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
-    ) -> Tensor:
-        last = next(_readouts(model, inputs_BT, [plan.n_loops], plan, recompute))
+    def loss_sum(self, model: RecurrentLM, readouts: Sequence[Readout], targets_BT: Tensor) -> Tensor:
+        (last,) = readouts
         return _nats_sum(model, last, targets_BT) + _auxiliary(last, targets_BT)
 
 
@@ -71,19 +75,17 @@ class PerLoop(Objective):
     def n_readouts(self, n_loops: int) -> float:
         return n_loops
 
-    def loss_sum(
-        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
-    ) -> Tensor:
-        gates, nats, last = [], [], None
-        for last in _readouts(model, inputs_BT, range(1, plan.n_loops + 1), plan, recompute):
-            gates.append(model.exit_gate(last.state.h_BTD).flatten())
-            nats.append(torch.cat(_nats(model, last, targets_BT, "none")))
-        assert last is not None
+    def loops(self, plan: LoopPlan) -> Sequence[int]:
+        return range(1, plan.n_loops + 1)
+
+    def loss_sum(self, model: RecurrentLM, readouts: Sequence[Readout], targets_BT: Tensor) -> Tensor:
+        gates = [model.exit_gate(readout.state.h_BTD).flatten() for readout in readouts]
+        nats = [torch.cat(_nats(model, readout, targets_BT, "none")) for readout in readouts]
         log_prior_RN = log_exit_prior(gates)
         prior_RN = log_prior_RN.exp()
         loss_N = (prior_RN * (torch.stack(nats) + self.beta * log_prior_RN)).sum(0)
         loss_N = loss_N + 0 * gates[-1]  # which decides nothing: after one loop, all that the gate has
-        return (loss_N * _is_scored(targets_BT)).sum() + _auxiliary(last, targets_BT)
+        return (loss_N * _is_scored(targets_BT)).sum() + _auxiliary(readouts[-1], targets_BT)
 
 
 class SelfDistill(Objective):
@@ -101,13 +103,12 @@ class SelfDistill(Objective):
     def n_more_heads(self, n_loops: int) -> float:
         return 1.0 if n_loops > 1 else 0.0  # the teacher's
 
-    def loss_sum(
-        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, plan: LoopPlan, recompute: bool
-    ) -> Tensor:
-        loops = [plan.n_loops]
-        if plan.n_loops > 1:
-            loops = [1 + int(plan.draw * (plan.n_loops - 1)), plan.n_loops]
-        *shallow, last = _readouts(model, inputs_BT, loops, plan, recompute)
+    def loops(self, plan: LoopPlan) -> Sequence[int]:
+        shallow = [1 + int(plan.draw * (plan.n_loops - 1))] if plan.n_loops > 1 else []
+        return [*shallow, plan.n_loops]
+
+    def loss_sum(self, model: RecurrentLM, readouts: Sequence[Readout], targets_BT: Tensor) -> Tensor:
+        *shallow, last = readouts
         loss = _nats_sum(model, last, targets_BT) + _auxiliary(last, targets_BT)
         for student in shallow:
             loss = loss + self.weight * self._kl_sum(model, last, student, targets_BT)
@@ -123,12 +124,6 @@ class SelfDistill(Objective):
             kl_N = F.kl_div(log_q_NV, log_p_NV, reduction="none", log_target=True).sum(-1)
             sums.append((kl_N * scored_N).sum())
         return torch.stack(sums).sum()
-
-
-def _readouts(
-    model: RecurrentLM, inputs_BT: Tensor, loops: list[int] | range, plan: LoopPlan, recompute: bool
-) -> Iterator[Readout]:
-    return model.readouts(inputs_BT, loops, n_free=plan.n_free, recompute=recompute, rows=plan.rows)
 
 
 def _parts(x_BTD: Tensor) -> tuple[Tensor, ...]:

@@ -16,12 +16,14 @@ from alcoda.depth.sample import Depth, Fixed
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
+from alcoda.model.prefill import InterleavedPrefill, Prefill
 from alcoda.plugins import load_entry_points
 from alcoda.training.budget import Budget, StepFlops
 from alcoda.training.folders import find_recipe, is_overlay
 from alcoda.training.objective import NextToken, Objective
 from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
 from alcoda.training.overlay import Overlay, overlay_all
+from alcoda.training.passes import AutoPasses, Passes
 from alcoda.training.trainable import InitFrom, check_trainable
 
 DEFAULT_STEPS = 1000
@@ -75,6 +77,8 @@ class EvalConfig(Config):
     loops: tuple[PositiveInt, ...] = ()
     """Depths to score; n_loops is always among them, and decides which checkpoint is the best."""
     batch_size: PositiveInt = 8
+    prefill: Prefill = InterleavedPrefill()
+    """How validation reads rows, where the model has a memory (alcoda eval reads them exactly)."""
 
 
 class TrackConfig(Config):
@@ -95,6 +99,7 @@ class Recipe(Config):
     model: ModelConfig = ModelConfig()
     depth: Depth = Fixed()
     objective: Objective = NextToken()
+    passes: Passes = AutoPasses()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -152,6 +157,27 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _memory_learns(self) -> Self:
+        memory, passes = self.model.memory, self.passes.resolve(self.model.memory.carries)
+        if memory.carries and not passes.fills_memory:
+            raise ValueError(
+                f"model.memory {memory.kind!r} learns nothing from passes {passes.kind!r}, in which every memory is "
+                "zero: set passes to interleaved, refined, chunked or sequential, or model.memory to none"
+            )
+        if passes.fills_memory and not memory.carries:
+            raise ValueError(
+                f"passes {passes.kind!r} with model.memory {memory.kind!r}: there is no memory to fill; set passes to "
+                "one, or model.memory to prev_token"
+            )
+        passes.check(self.model.seq_len)
+        if memory.carries and self.train.compile:
+            raise ValueError(
+                f"train.compile with passes {passes.kind!r}: their keys are not those of one pass, which is what is "
+                "compiled; set train.compile to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _exit_gate_learns(self) -> Self:
         has_gate, wants_gate = self.model.exit_gate.has_gate, self.objective.needs_exit_gate
         if wants_gate and not has_gate:
@@ -184,11 +210,14 @@ class Recipe(Config):
         for n_loops in self.eval.loops:
             self.model.check_loops(n_loops, "eval.loops")
         loops = tuple(sorted({*self.eval.loops, self.model.n_loops}))
+        passes = self.passes.resolve(self.model.memory.carries)
+        prefill = self.eval.prefill.resolve(passes.prefill_subsets())
         return self.model_copy(
             update={
                 "depth": depth,
+                "passes": passes,
                 "train": self.train.model_copy(update={"steps": n_steps}),
-                "eval": self.eval.model_copy(update={"loops": loops}),
+                "eval": self.eval.model_copy(update={"loops": loops, "prefill": prefill}),
             }
         )
 
@@ -219,7 +248,8 @@ class Recipe(Config):
     @property
     def step_flops(self) -> StepFlops:
         """What a train step of given depths costs."""
-        return StepFlops(self.model, self.objective, self.train.recompute)
+        passes = self.passes.resolve(self.model.memory.carries)
+        return StepFlops(self.model, self.objective, self.train.recompute, passes)
 
     def to_yaml(self) -> str:
         """As the run folder keeps it; `load_recipe` reads it back unchanged."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from alcoda.data.splits import Stream
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.prefill import Prefill, read_rows
 from alcoda.training.device import autocast
 
 LOGIT_ROWS = 2048
@@ -45,8 +46,13 @@ def score(
     batch_size: int = 8,
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
+    prefill: Prefill | None = None,
 ) -> Iterator[Scored]:
-    """Score a stream, batch by batch; the model is in evaluation mode meanwhile."""
+    """Score a stream, batch by batch; the model is in evaluation mode meanwhile.
+
+    Args:
+        prefill: how rows are read where the model has a memory; None: token by token.
+    """
     seq_len, device = model.config.seq_len, model.embed.weight.device
     n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
     was_training = model.training
@@ -62,7 +68,10 @@ def score(
             inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
             target_N = tokens[1:].to(device)
             with autocast(device, dtype):
-                rows = [_nats(model, r.y_BTD.flatten(0, 1)[:n], target_N) for r in model.readouts(inputs_BT, loops)]
+                rows = [
+                    _nats(model, y_BTD.flatten(0, 1)[:n], target_N)
+                    for y_BTD in read_rows(model, inputs_BT, loops, prefill)
+                ]
             bytes_N = token_bytes_V[tokens[1:].numpy()]
             yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N)
     finally:

@@ -31,6 +31,7 @@ def validation(trainer: Trainer) -> tuple[list[dict[str, Any]], float]:
             batch_size=config.batch_size,
             max_tokens=config.tokens,
             dtype=trainer.dtype,
+            prefill=config.prefill,
         ):
             nats_L += scored.nats_LN.sum(1)
             n_bytes += int(scored.bytes_N.sum())

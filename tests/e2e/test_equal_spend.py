@@ -12,10 +12,9 @@ import yaml
 from helpers import Cli, metrics, write_recipe
 
 from alcoda.depth.sample import LoopPlan
-from alcoda.training import checkpoint
+from alcoda.training import checkpoint, loop
 from alcoda.training.budget import StepFlops
 from alcoda.training.loop import Trainer
-from alcoda.training.objective import NextToken
 from alcoda.training.recipe import load_recipe
 
 PER_ROW = {"kind": "poisson", "mean": 3, "max": 6, "per": "sequence", "last_k": 2}
@@ -67,14 +66,15 @@ def test_a_tokens_budget_ends_the_run(tmp_path: Path, corpus: Path, run_cli: Cli
 
 def test_rows_of_a_step(tmp_path: Path, corpus: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[LoopPlan] = []
-    real = NextToken.loss_sum
+    real = loop.step_loss
 
-    def loss_sum(self: NextToken, model: Any, inputs: Any, targets: Any, plan: LoopPlan, recompute: bool) -> Any:
+    def step_loss(*arguments: Any) -> Any:
+        inputs_BT, plan = arguments[3], arguments[6]
         parts.append(plan)
-        assert plan.rows is None or len(plan.rows) == len(inputs)
-        return real(self, model, inputs, targets, plan, recompute)
+        assert plan.rows is None or len(plan.rows) == len(inputs_BT)
+        return real(*arguments)
 
-    monkeypatch.setattr(NextToken, "loss_sum", loss_sum)
+    monkeypatch.setattr(loop, "step_loss", step_loss)
     run = train(run_cli, tmp_path, corpus, "rows", depth=PER_ROW, train__batch_size=4, train__micro_batches=2)
     config = load_recipe(run / "recipe.yaml")
     cost, spent, expected = StepFlops(config.model, config.objective, False), 0.0, []

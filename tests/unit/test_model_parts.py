@@ -14,8 +14,9 @@ from alcoda.errors import UsageError
 from alcoda.model.attention import Latent
 from alcoda.model.blocks import Block, BlockConfig
 from alcoda.model.config import ModelConfig
-from alcoda.model.keys import KeyStore, open_context
+from alcoda.model.keys import KeyStore, Recall, open_context
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.memory import Gated, Memory, NoMemory, PrevToken
 from alcoda.model.norms import FusedRMSNorm, LayerNorm, RMSNorm
 from alcoda.model.positions import Rope, rotate
 from alcoda.model.shape import Cost, Place, Shape, linear, total
@@ -237,23 +238,31 @@ def test_cost_of_a_value_table_by_hand() -> None:
     assert Table(gate=False).cost(SHAPE, 2, Place(3, 4)) == Cost(params=64 * 2 * 12)
 
 
+@pytest.mark.parametrize(
+    "memory", [NoMemory(), Gated(), PrevToken(beta=0.1), PrevToken(share="per_layer", gates=False)]
+)
 @pytest.mark.parametrize("kind", ["none", "before_rope", "after_rope"])
 @pytest.mark.parametrize("attention", [{"kind": "mha"}, {"kind": "gqa", "n_kv_heads": 2}, {"kind": "mla"}])
-def test_costs_of_keys_and_of_a_block_count_what_is_built(attention: dict[str, Any], kind: str) -> None:
+def test_costs_of_keys_and_of_a_block_count_what_is_built(attention: dict[str, Any], kind: str, memory: Memory) -> None:
     """Keys are costed apart from queries, because the core may read frozen ones of the prelude's output."""
     block = BlockConfig.model_validate(
         {"attention": {**attention, "qk_norm": kind, "qk_bias": True}, "value_embed": {"kind": "table", "every": 1}}
     )
     for place in (Place(1, 4), Place(1, 4, own_keys=False)):
-        built = Block(block, SHAPE, place)
-        assert total(*block.cost(SHAPE, place).values()).params == sum(p.numel() for p in built.parameters())
+        built = Block(block, SHAPE, place, memory)
+        assert total(*block.cost(SHAPE, place, memory).values()).params == sum(p.numel() for p in built.parameters())
         sides = sum(m.in_features + m.out_features for m in built.modules() if isinstance(m, nn.Linear))
-        assert total(*block.cost(SHAPE, place).values()).sides == sides
-    keys = block.build_keys(SHAPE, place)
-    cost = block.key_cost(SHAPE, place)
+        assert total(*block.cost(SHAPE, place, memory).values()).sides == sides
+    keys = block.build_keys(SHAPE, place, memory)
+    cost = block.key_cost(SHAPE, place, memory)
     assert cost.params == sum(p.numel() for p in keys.parameters())
     assert cost.sides == sum(m.in_features + m.out_features for m in keys.modules() if isinstance(m, nn.Linear))
-    k, v = keys(torch.randn(2, 5, 32), None, torch.zeros(2, 5, dtype=torch.long))
+    m_BTD, ids_BT = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.long)
+    context = open_context(ids_BT, 1, Rope().build(SHAPE), (), None, None, None, torch.float32)
+    shared = tuple(torch.randn(2, 5, block.d_kv(SHAPE)) for _ in range(2))
+    k, v = keys(
+        torch.randn(2, 5, 32), None, replace(context, recall=Recall(m_BTD, m_BTD, shared) if memory.carries else None)
+    )
     assert cost.kv == (k.numel() + v.numel()) // 10
 
 
@@ -277,13 +286,13 @@ def test_frozen_keys_are_read_through_the_window() -> None:
     """A layer without keys of its own looks at the frozen ones through its window."""
     block = BlockConfig(window=Pattern(tokens=3, pattern="SL"))
     place = Place(2, 4, own_keys=False)
-    keys, layer = block.build_keys(SHAPE, place).double(), Block(block, SHAPE, place).double()
+    keys, layer = block.build_keys(SHAPE, place, NoMemory()).double(), Block(block, SHAPE, place, NoMemory()).double()
     e_BTD, ids_BT = torch.randn(1, 8, 32, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.long)
     position = Rope().build(SHAPE)
     context = open_context(ids_BT, 1, position, block.windows(), None, None, None, torch.float64)
 
     def last(e_BTD: torch.Tensor) -> torch.Tensor:
-        frozen = keys(e_BTD, context.rotation, ids_BT)
+        frozen = keys(e_BTD, context.rotation, context)
         return layer(x_BTD, replace(context, frozen=(frozen,)), "core", 0)[0, -1]
 
     x_BTD = torch.randn(1, 8, 32, dtype=torch.float64)

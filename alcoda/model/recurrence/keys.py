@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from alcoda.config import Bool, Choice
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.keys import CORE, Context
+from alcoda.model.memory import Memory
 from alcoda.model.shape import Cost, Place, Shape, total
 
 
@@ -28,11 +29,11 @@ class CoreKeys(Choice, axis="keys"):
         """Whether the core's keys are turned by position."""
         return position_rotates
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
         """A module on ``(e_BTD, context)`` that gives the context of the loop; ``places`` are the core's."""
         raise NotImplementedError
 
-    def cost(self, block: BlockConfig, shape: Shape, places: list[Place]) -> Cost:
+    def cost(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> Cost:
         """Once a pass."""
         return Cost()
 
@@ -50,7 +51,7 @@ class PerLoop(CoreKeys):
 
     kind: Literal["per_loop"] = "per_loop"
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
         return PerLoopModule()
 
     def n_slots(self, n_loops: int) -> int:
@@ -81,11 +82,11 @@ class AnchorKeys(CoreKeys):
     def rotates(self, position_rotates: bool) -> bool:
         return self.rope
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
-        return AnchorKeysModule(self, block, shape, places)
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
+        return AnchorKeysModule(self, block, shape, places, memory)
 
-    def cost(self, block: BlockConfig, shape: Shape, places: list[Place]) -> Cost:
-        return total(*(block.key_cost(shape, place) for place in places))
+    def cost(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> Cost:
+        return total(*(block.key_cost(shape, place, memory) for place in places))
 
     def n_slots(self, n_loops: int) -> int:
         return 1
@@ -100,15 +101,16 @@ class PerLoopModule(nn.Module):
 
 
 class AnchorKeysModule(nn.Module):
-    def __init__(self, config: AnchorKeys, block: BlockConfig, shape: Shape, places: list[Place]) -> None:
+    def __init__(
+        self, config: AnchorKeys, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory
+    ) -> None:
         super().__init__()
         self.rope = config.rope
-        self.layers = nn.ModuleList(block.build_keys(shape, place) for place in places)
+        self.layers = nn.ModuleList(block.build_keys(shape, place, memory) for place in places)
 
     def forward(self, e_BTD: Tensor, context: Context) -> Context:
         rotation = context.rotation if self.rope else None
         frozen = tuple(
-            context.keys(CORE, layer, *project(e_BTD, rotation, context.ids_BT))
-            for layer, project in enumerate(self.layers)
+            context.keys(CORE, layer, *project(e_BTD, rotation, context)) for layer, project in enumerate(self.layers)
         )
         return replace(context, frozen=frozen, rotation=rotation)

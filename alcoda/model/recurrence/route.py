@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, NonNegativeFloat, NonNegativeInt
+from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import Context
 from alcoda.model.precision import in_fp32
 from alcoda.model.shape import Cost, Shape, linear
-from alcoda.model.state import Run, State, put_tokens, tokens_at
+from alcoda.model.state import Run, State
 
 
 class Route(Choice, axis="route"):

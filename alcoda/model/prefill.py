@@ -1,0 +1,274 @@
+"""Prefill: how a text is read whose memories only one token at a time would tell exactly (papers.md 4.4).
+
+`Reader` reads texts into a key store, in chunks of any length, and carries the memory from one to the next. A model
+without memory reads a chunk in one pass, whatever the choice here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from alcoda.config import Choice, PositiveFloat, PositiveInt
+from alcoda.model.gather import put_tokens, tokens_at
+from alcoda.model.keys import KeyStore, Store
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.rewrite import Again
+from alcoda.model.state import Readout
+
+SUBSETS = 2
+"""S where nothing names it (papers.md 4.2)."""
+
+
+class Prefill(Choice, axis="prefill"):
+    """How the memories of a chunk are found."""
+
+    is_exact: ClassVar[bool] = False
+    """Whether they are those of reading token by token."""
+
+    def resolve(self, subsets: int) -> Prefill:
+        """The choice with every number filled in, for a model trained in so many subsets."""
+        return self
+
+    def read(self, chunk: Chunk) -> None:
+        """Read it; on return its states are what the choice makes of it."""
+        raise NotImplementedError
+
+
+class ExactPrefill(Prefill):
+    """Token by token: what training approximates, and what decoding does. As many passes as tokens."""
+
+    kind: Literal["exact"] = "exact"
+    is_exact: ClassVar[bool] = True
+
+    def read(self, chunk: Chunk) -> None:
+        chunk.token_by_token()
+
+
+class ZeroPrefill(Prefill):
+    """One pass with every memory zero: the first pass of training, and what LRT's own release generates from."""
+
+    kind: Literal["zero"] = "zero"
+
+    def read(self, chunk: Chunk) -> None:
+        chunk.at_once()
+
+
+class InterleavedPrefill(Prefill):
+    """As training does it: a pass with zero memories, then the tokens of each of S strides once more, in turn."""
+
+    kind: Literal["interleaved"] = "interleaved"
+    subsets: PositiveInt | None = None
+    """S; null: that of training, 2 where it was trained otherwise."""
+
+    def resolve(self, subsets: int) -> Prefill:
+        return InterleavedPrefill(subsets=self.subsets or subsets)
+
+    def read(self, chunk: Chunk) -> None:
+        subsets = self.subsets or SUBSETS
+        chunk.at_once()
+        for first in range(subsets):
+            chunk.again(first, subsets)
+
+
+class IteratedPrefill(Prefill):
+    """A pass with zero memories, then whole passes with those of the pass before until they stop changing (Jacobi
+    iteration). After k of them the first k tokens are exact, so that as many passes as tokens are exact prefill."""
+
+    kind: Literal["iterated"] = "iterated"
+    tolerance: PositiveFloat = 0.01
+    """Largest change of a token's memory (root mean square over its width, where a memory's own is 1) at which it has
+    stopped."""
+    max_passes: PositiveInt = 8
+    """Passes after the first, at most."""
+
+    def read(self, chunk: Chunk) -> None:
+        chunk.at_once()
+        for _ in range(min(self.max_passes, chunk.n_tokens)):
+            before_BTD = chunk.sources_BTD
+            chunk.again(0, 1)
+            if chunk.changed_since(before_BTD) < self.tolerance:
+                return
+
+
+def prefills() -> dict[str, Prefill]:
+    """Every registered choice by its name, with its own defaults."""
+    made = {kind: choice.model_validate({"kind": kind}) for kind, choice in Prefill.choices.items()}
+    return {kind: choice for kind, choice in made.items() if isinstance(choice, Prefill)}
+
+
+def read_rows(
+    model: RecurrentLM, ids_BT: Tensor, loops: Sequence[int], prefill: Prefill | None = None
+) -> Iterator[Tensor]:
+    """What the head reads at every token of whole rows, ``y_BTD``, at each of the increasing depths ``loops``.
+
+    Args:
+        prefill: how rows are read where the model has a memory; None: exactly. Memories of one depth are not those of
+            another, so each depth is then a run of its own.
+    """
+    if not model.config.memory.carries:
+        return (readout.y_BTD for readout in model.readouts(ids_BT, loops))
+    return (Reader(model, n_loops, ids_BT.size(1)).read(ids_BT, prefill) for n_loops in loops)
+
+
+class Reader:
+    """Reads rows of text, chunk by chunk, at one depth.
+
+    Args:
+        capacity_tokens: room made at first.
+    """
+
+    def __init__(self, model: RecurrentLM, n_loops: int, capacity_tokens: int = 256) -> None:
+        self.model, self.n_loops = model, n_loops
+        self.store = KeyStore(capacity_tokens)
+        self.carried_BLD: Tensor | None = None
+        """What the last tokens of each row have become, as many as a memory reads; None before the first chunk."""
+
+    def read(
+        self,
+        ids_BT: Tensor,
+        prefill: Prefill | None = None,
+        pos_BT: Tensor | None = None,
+        live_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Read on; what the head reads at each token, ``y_BTD``.
+
+        Args:
+            prefill: how, where a chunk has more than one token; None: exactly.
+            pos_BT, live_BT: as `RecurrentLM.readouts`. The live tokens of a row are in order.
+        """
+        if not self.model.config.memory.carries:
+            return self.run(ids_BT, self.store, None, pos_BT, live_BT).y_BTD
+        if self.carried_BLD is None:
+            weight = self.model.embed.weight
+            self.carried_BLD = weight.new_zeros(ids_BT.size(0), self.model.memory.n_carried, weight.size(1))
+        chunk = Chunk(self, ids_BT, pos_BT, live_BT, self.carried_BLD)
+        (prefill or ExactPrefill()).read(chunk)
+        self.carried_BLD = chunk.last(chunk.carried_BLD, chunk.sources_BTD, live_BT)
+        return chunk.y_BTD
+
+    def run(
+        self,
+        ids_BT: Tensor,
+        store: Store,
+        memory_BTD: Tensor | None,
+        pos_BT: Tensor | None = None,
+        live_BT: Tensor | None = None,
+    ) -> Readout:
+        """One pass."""
+        return next(
+            self.model.readouts(
+                ids_BT, [self.n_loops], store=store, memory_BTD=memory_BTD, pos_BT=pos_BT, live_BT=live_BT
+            )
+        )
+
+
+class Chunk:
+    """A chunk that a reader is reading.
+
+    Attributes:
+        carried_BLD: what the tokens before it have become.
+        y_BTD, sources_BTD: what its own have, by the newest pass over each: for the head, and to be remembered.
+    """
+
+    y_BTD: Tensor
+    sources_BTD: Tensor
+
+    def __init__(
+        self, reader: Reader, ids_BT: Tensor, pos_BT: Tensor | None, live_BT: Tensor | None, carried_BLD: Tensor
+    ) -> None:
+        self.reader, self.ids_BT, self.pos_BT, self.live_BT = reader, ids_BT, pos_BT, live_BT
+        self.carried_BLD = carried_BLD
+        self.start, self.n_tokens = reader.store.n_tokens, ids_BT.size(1)
+
+    def token_by_token(self) -> None:
+        """Each with the memory of those before it."""
+        parts, carried_BLD = [], self.carried_BLD
+        for column in range(self.n_tokens):
+            ids_B1, pos_B1, live_B1 = (
+                None if x is None else x[:, column : column + 1] for x in (self.ids_BT, self.pos_BT, self.live_BT)
+            )
+            assert ids_B1 is not None
+            memory_B1D = self._recall(torch.cat([carried_BLD, carried_BLD[:, :1]], 1))
+            part = self.reader.run(ids_B1, self.reader.store, memory_B1D, pos_B1, live_B1)
+            assert part.source_BTD is not None
+            carried_BLD = self.last(carried_BLD, part.source_BTD, live_B1)
+            parts.append(part)
+        self.y_BTD = torch.cat([part.y_BTD for part in parts], 1)
+        self.sources_BTD = torch.cat([part.source_BTD for part in parts if part.source_BTD is not None], 1)
+
+    def at_once(self) -> None:
+        """All with zero memories."""
+        part = self.reader.run(self.ids_BT, self.reader.store, None, self.pos_BT, self.live_BT)
+        assert part.source_BTD is not None
+        self.y_BTD, self.sources_BTD = part.y_BTD, part.source_BTD
+
+    def again(self, first: int, stride: int) -> None:
+        """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now."""
+        memory_BTD = self._memories()
+        if self.reader.store.pos_BS is None:
+            index_K = torch.arange((first - self.start) % stride, self.n_tokens, stride, device=memory_BTD.device)
+            if not len(index_K):
+                return
+            store = Again(self.reader.store, self.start + index_K)
+            index_BK, real_BK = index_K.expand(self.ids_BT.size(0), -1), None
+        else:
+            pos_BT = self.reader.store.pos_BS[:, self.start :]
+            runs_BT = pos_BT % stride == first
+            runs_BT = runs_BT if self.live_BT is None else runs_BT & self.live_BT
+            n_most = int(runs_BT.sum(1).max())
+            if not n_most:
+                return
+            # Those that run first, in their order; behind them, where a row has fewer, others to fill it up.
+            index_BK = (~runs_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :n_most]
+            real_BK = runs_BT.gather(1, index_BK)
+            store = Again(self.reader.store, self.start + index_BK, real_BK)
+        part = self.reader.run(tokens_at(self.ids_BT, index_BK), store, tokens_at(memory_BTD, index_BK))
+        assert part.source_BTD is not None
+        self.y_BTD = replaced(self.y_BTD, index_BK, part.y_BTD, real_BK)
+        self.sources_BTD = replaced(self.sources_BTD, index_BK, part.source_BTD, real_BK)
+
+    def changed_since(self, sources_BTD: Tensor) -> float:
+        """The largest change of what a token has become, root mean square over its width."""
+        change_BT = (self.sources_BTD - sources_BTD).float().square().mean(-1).sqrt()
+        return float((change_BT if self.live_BT is None else change_BT * self.live_BT).max())
+
+    def _recall(self, sources_BTD: Tensor) -> Tensor:
+        return self.reader.model.memory.recall(sources_BTD)
+
+    def _memories(self) -> Tensor:
+        """Of every token."""
+        both_BTD, order_BT = _in_order(self.carried_BLD, self.sources_BTD, self.live_BT)
+        n_carried = self.carried_BLD.size(1)
+        if order_BT is None:
+            return self._recall(both_BTD)
+        # In order, the tokens stand after all that they may remember; what padding would remember is not asked.
+        padded_BTD = torch.cat([both_BTD.new_zeros(self.carried_BLD.shape), both_BTD], 1)
+        found_BTD = self._recall(padded_BTD)
+        return tokens_at(found_BTD, order_BT.argsort(1))[:, n_carried:]
+
+    @staticmethod
+    def last(carried_BLD: Tensor, sources_BTD: Tensor, live_BT: Tensor | None) -> Tensor:
+        """What the last live tokens have become, of those carried and those here."""
+        both_BTD, _ = _in_order(carried_BLD, sources_BTD, live_BT)
+        return both_BTD[:, both_BTD.size(1) - carried_BLD.size(1) :]
+
+
+def _in_order(carried_BLD: Tensor, sources_BTD: Tensor, live_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What was carried and what is here in one row, padding moved to the front; and where each came from."""
+    both_BTD = torch.cat([carried_BLD.to(sources_BTD.dtype), sources_BTD], 1)
+    if live_BT is None:
+        return both_BTD, None
+    live_BT = torch.cat([live_BT.new_ones(carried_BLD.shape[:2]), live_BT], 1)
+    order_BT = live_BT.to(torch.int8).argsort(dim=1, stable=True)
+    return tokens_at(both_BTD, order_BT), order_BT
+
+
+def replaced(x_BTD: Tensor, index_BK: Tensor, new_BKD: Tensor, real_BK: Tensor | None) -> Tensor:
+    """``x_BTD`` with ``new_BKD`` at those tokens, but for entries that only fill a row up."""
+    if real_BK is not None:
+        new_BKD = torch.where(real_BK[..., None], new_BKD.to(x_BTD.dtype), tokens_at(x_BTD, index_BK))
+    return put_tokens(x_BTD, index_BK, new_BKD)
