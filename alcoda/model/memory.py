@@ -231,16 +231,21 @@ class RecallModule(InitSpecial):
 
     def forward(self, k_BTE: Tensor, v_BTE: Tensor, x_BTD: Tensor, recall: Recall | None) -> tuple[Tensor, Tensor]:
         added = self._of_memory(recall)
-        if self.gate is not None:
-            # One number a head, repeated over its width.
-            gates_BTE = 2 * torch.sigmoid(self.gate(x_BTD)).repeat_interleave(self.d_head, -1)
-            own_BTE, *of_memory = gates_BTE.chunk(self.n_gates, -1)
-            k_BTE, v_BTE = own_BTE * k_BTE, own_BTE * v_BTE
-            added = [gate_BTE * u_BTE for gate_BTE in of_memory for u_BTE in added]
-        if not added:
-            return k_BTE, v_BTE
-        more_k_BTE, more_v_BTE = added
-        return k_BTE + more_k_BTE.to(k_BTE.dtype), v_BTE + more_v_BTE.to(v_BTE.dtype)
+        if self.gate is None:
+            return _sum(k_BTE, *added[:1]), _sum(v_BTE, *added[1:])
+        heads = (-1, self.d_head)
+        # One number a head, for all of its width.
+        gates = (2 * torch.sigmoid(self.gate(x_BTD))).unflatten(-1, (self.n_gates, -1, 1)).unbind(-3)
+        own_BTG1, *of_memory = gates
+
+        def mixed(own_BTE: Tensor, more: Sequence[Tensor]) -> Tensor:
+            own_BTGK = own_BTE.unflatten(-1, heads)
+            if not more:
+                return (own_BTG1 * own_BTGK).flatten(-2)
+            more_BTGK = more[0].to(own_BTE.dtype).unflatten(-1, heads)
+            return torch.addcmul(of_memory[0] * more_BTGK, own_BTG1, own_BTGK).flatten(-2)
+
+        return mixed(k_BTE, added[:1]), mixed(v_BTE, added[1:])
 
     def _of_memory(self, recall: Recall | None) -> Sequence[Tensor]:
         """What the memory adds to keys and to values; nothing where there is none."""
@@ -249,6 +254,10 @@ class RecallModule(InitSpecial):
         if self.k is None or self.v is None:
             return recall.shared
         return self.k(recall.m_BTD), self.v(recall.m_BTD)
+
+
+def _sum(own_BTE: Tensor, *more: Tensor) -> Tensor:
+    return own_BTE + more[0].to(own_BTE.dtype) if more else own_BTE
 
 
 class MemoryModule(nn.Module):

@@ -29,7 +29,7 @@ def numel(recipe: Recipe) -> int:
 
 def test_the_recipes_that_there_are() -> None:
     """The list is read from the folder: it is not empty, and holds each design twice in mini."""
-    designs = {"grt", "elastic", "cart", "huginn", "parcae", "mor", "mor_token_choice", "ouro", "rrt"}
+    designs = {"grt", "elastic", "cart", "huginn", "parcae", "mor", "mor_token_choice", "ouro", "rrt"} | set(LRT)
     assert set(MINI) == {"dense"} | designs | {f"{name}_isoparam" for name in designs}
     assert len([name for name in NAMES if name.startswith("papers/cart_d")]) == 14  # with dense_7l and dense_12l
 
@@ -117,7 +117,10 @@ def mini(name: str) -> tuple[Recipe, Ledger]:
     return recipe, recipe.ledger()
 
 
-@pytest.mark.parametrize("name", MINI)
+LRT = ("lrt_dense", "lrt_elastic")
+
+
+@pytest.mark.parametrize("name", [name for name in MINI if not name.startswith("lrt")])
 def test_mini_is_matched_to_dense(name: str) -> None:
     dense_recipe, dense = mini("dense")
     recipe, ledger = mini(name)
@@ -139,6 +142,30 @@ def test_mini_is_matched_to_dense(name: str) -> None:
     assert all(getattr(recipe.model, size) == getattr(dense_recipe.model, size) for size in sizes)
 
 
+@pytest.mark.parametrize("name", LRT)
+def test_a_mini_memory_is_matched_to_dense_over_the_run(name: str) -> None:
+    """A token costs two passes, so the same blocks as without a memory see about half the tokens."""
+    dense_recipe, dense = mini("dense")
+    base, recipe = (load_recipe(f"mini/{one}") for one in (name.removeprefix("lrt_"), name))
+    goal = dense_recipe.n_steps * dense.training_flops_per_token
+    assert abs(recipe.n_steps * recipe.ledger().training_flops_per_token / goal - 1) <= WITHIN
+    assert recipe.model == base.model.model_copy(update={"memory": recipe.model.memory})
+    whole = recipe.train.model_copy(update={"steps": dense_recipe.n_steps})
+    assert (recipe.data, whole) == (dense_recipe.data, dense_recipe.train)
+    assert abs(load_recipe(f"mini/{name}_isoparam").ledger().params / dense.params - 1) <= WITHIN
+    assert load_recipe(f"mini/{name}_isoparam").train == dense_recipe.train
+
+
+@pytest.mark.parametrize(("name", "shared", "per_layer"), [("lrt_20l", 0.30, 5.0), ("lrt_24l", 0.30, 5.7)])
+def test_lrt(name: str, shared: float, per_layer: float) -> None:
+    """What the memory adds, in percent (papers.md 4.1), and the sizes that are named: 1.316 and 1.99 B without it."""
+    plain = load_recipe(f"papers/{name}", ["passes=one", "model.memory=none"]).ledger().params
+    assert plain / 1e9 == pytest.approx({"lrt_20l": 1.316, "lrt_24l": 1.99}[name], abs=0.002)
+    assert 100 * (load_recipe(f"papers/{name}").ledger().params / plain - 1) == pytest.approx(shared, abs=0.05)
+    own, _ = put(f"papers/{name}", "lrt_per_layer")
+    assert 100 * (own.ledger().params / plain - 1) == pytest.approx(per_layer, abs=0.05)
+
+
 def test_a_mini_recipe_with_another_d_ff_is_not_matched() -> None:
     """The control: eight more in d_ff are seen."""
     recipe, _ = mini("grt")
@@ -149,15 +176,30 @@ def test_a_mini_recipe_with_another_d_ff_is_not_matched() -> None:
 
 GRT_BASES = ("papers/grt_small_isoflop", "mini/grt")
 CART_BASES = ("papers/cart_d1024_r6", "mini/cart")
+LRT_CHANGES: dict[str, dict[str, Any]] = {
+    "source_first": {"source": "prelude.0"},
+    "source_final": {"source": "final"},
+    "lag_2": {"lag": 2},
+    "mean_of_4": {"mean_of": 4},
+    "kv_only": {"residual": False},
+    "residual_only": {"kv": False},
+    "per_layer": {"share": "per_layer"},
+    "gated_only": {},
+    "chunked": {},
+    "1_subset": {},
+    "4_subsets": {},
+    "refined": {},
+}
+"""By overlay, what of the memory changes."""
 RUNGS = ("grt_1_recurrence", "grt_2_prelude_coda", "grt_3_state_noise", "grt_4_injection", "grt_5_gate")
 
 
 def test_every_overlay_is_tested() -> None:
     cart = {"unfrozen_keys", "one_loop", "unshared_core", "no_hyper", "no_lti", "no_loop_index"}
-    assert {*RUNGS, *(f"cart_{name}" for name in cart)} == OVERLAYS
+    assert {*RUNGS, *(f"cart_{name}" for name in cart), *(f"lrt_{name}" for name in LRT_CHANGES)} == OVERLAYS
     for name in OVERLAYS:
         data: dict[str, Any] = yaml.safe_load((ROOT / "ablations" / f"{name}.yaml").read_text(encoding="utf-8"))
-        assert data["description"] and set(data) <= {"description", "model", "eval"}
+        assert data["description"] and set(data) <= {"description", "model", "eval", "passes"}
 
 
 def put(base: str, *overlays: str) -> tuple[Recipe, Ledger]:
@@ -221,3 +263,30 @@ def test_the_ablations_of_cart(base: str) -> None:
     assert recipe.model.max_loops == loops and recipe.resolved().eval.loops == (loops,)
     both, _ = put(base, "cart_unshared_core", "cart_unfrozen_keys")
     assert both.model.keys.own_keys and not both.model.sharing.is_tied
+
+
+@pytest.mark.parametrize("base", ["papers/lrt_20l", "mini/lrt_dense", "mini/lrt_elastic"])
+def test_the_ablations_of_lrt(base: str) -> None:
+    """Each changes the memory, or the passes, and costs what that costs."""
+    whole, goal = put(base)
+    flops, passes = goal.training_flops_per_token, whole.passes.cost()
+    for name, changes in LRT_CHANGES.items():
+        recipe, ledger = put(base, f"lrt_{name}")
+        kind = {"gated_only": "gated"}.get(name, "prev_token")
+        assert recipe.model.memory.kind == kind
+        if kind == "prev_token":
+            assert recipe.model.memory == whole.model.memory.model_copy(update=changes)
+        assert (recipe.passes == whole.passes) is (
+            name not in ("gated_only", "chunked", "1_subset", "4_subsets", "refined")
+        )
+        if not changes and kind == "prev_token":
+            assert ledger.params == goal.params
+            assert ledger.training_flops_per_token == pytest.approx(flops * recipe.passes.cost() / passes, rel=1e-12)
+    costs = {
+        name: put(base, f"lrt_{name}")[0].passes.cost() for name in ("chunked", "1_subset", "4_subsets", "refined")
+    }
+    assert costs == {"chunked": 1, "1_subset": 2, "4_subsets": 2, "refined": 4}
+    none = load_recipe(base, ["passes=one", "model.memory=none"]).ledger()
+    only_kv, only_residual = put(base, "lrt_kv_only")[1], put(base, "lrt_residual_only")[1]
+    assert (only_kv.params - none.params) + (only_residual.params - none.params) == goal.params - none.params
+    assert only_residual.forward_flops_per_token == none.forward_flops_per_token
