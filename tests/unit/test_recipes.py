@@ -181,7 +181,7 @@ LRT_CHANGES: dict[str, dict[str, Any]] = {
     "source_final": {"source": "final"},
     "lag_2": {"lag": 2},
     "mean_of_4": {"mean_of": 4},
-    "kv_only": {"residual": False},
+    "kv_only": {"residual": False, "beta": None},
     "residual_only": {"kv": False},
     "per_layer": {"share": "per_layer"},
     "gated_only": {},
