@@ -26,8 +26,9 @@ class Mlp(Choice, axis="mlp"):
         raise NotImplementedError
 
     def kept_bytes(self, shape: Shape, kept: Kept) -> int:
-        """Bytes a token that one pass keeps for its backward pass; what the first maps read included."""
-        raise NotImplementedError
+        """Bytes a token that one pass keeps for its backward pass; what the first maps read included. Of a gated one:
+        the gate, what becomes of it, the other map, and what the last one reads."""
+        return kept.read(shape.d_model, 2) + 4 * shape.d_ff * kept.product
 
 
 class TwoMaps(Mlp):
@@ -76,9 +77,6 @@ class SwiGlu(Mlp):
     def cost(self, shape: Shape) -> Cost:
         up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
         return total(up, up, down)
-
-    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
-        return kept.read(shape.d_model, 2) + 4 * shape.d_ff * kept.product  # gate, its silu, up, and what down reads
 
 
 def relu2(x: Tensor) -> Tensor:

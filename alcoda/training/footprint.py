@@ -12,7 +12,7 @@ fsdp    weights, gradients and optimizer state are split in N, by rows. In each 
         no block is gathered once and held, so that a loop costs no communication; blocks of prelude and coda are
         gathered one by one, one ahead, in the forward pass and again in the backward pass (a coda that is read out at
         several depths is held with the core). Gradients are reduce-scattered once a step, and until then whole on every
-        rank where there are several micro-batches.
+        rank where there are several micro-batches. Muon gathers each update of a matrix.
 
 In a ring each of N ranks sends (N - 1) / N of what is gathered or scattered, and twice that in an all-reduce.
 """
@@ -270,14 +270,15 @@ class _Weights:
         learnt = [p for p in self.all if p.requires_grad]
         if self.parallel == "ddp":
             return [TrafficTerm("all_reduce", 2 * self._sent(learnt, False))]
-        n_micro = self.recipe.train.micro_batches
-        gathered = self._sent(self.held) + 2 * self._sent(p for block in self.blocks for p in block)
+        train = self.recipe.train
+        in_blocks = (p for block in self.blocks for p in block)
+        gathered = train.micro_batches * (self._sent(self.held) + 2 * self._sent(in_blocks))
         return [
-            TrafficTerm("all_gather", n_micro * gathered),
+            TrafficTerm("all_gather", gathered + self._sent(train.optimizer.gathered(self.model))),
             TrafficTerm("reduce_scatter", self._sent(learnt)),
         ]
 
-    def _sent(self, parameters: Iterable[nn.Parameter], pads: bool = True) -> int:
+    def _sent(self, parameters: Iterable[torch.Tensor], pads: bool = True) -> int:
         """(N - 1) / N of the bytes of these; rows filled up to a multiple of N where they are split."""
         n = self.ranks
         numbers = sum((-(-p.size(0) // n) * n if pads else p.size(0)) * (p.numel() // p.size(0)) for p in parameters)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alcoda.config import Choice, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from alcoda.errors import UsageError
 
 Beta = Annotated[NonNegativeFloat, Field(lt=1)]
 Share = Annotated[NonNegativeFloat, Field(le=1)]
@@ -23,9 +24,13 @@ class OptimizerConfig(Choice, axis="optimizer"):
         """One or two optimizers that between them own every parameter that learns once, and no other."""
         raise NotImplementedError
 
+    def gathered(self, model: nn.Module) -> list[Tensor]:
+        """The parameters whose updates are made from the whole, wherever their parts lie."""
+        return []
+
     def state_bytes(self, model: nn.Module) -> int:
         """What they keep between steps once all of them have taken one; ``model`` may be on the meta device."""
-        raise NotImplementedError
+        raise UsageError(f"train.optimizer {self.kind!r} does not say how much it keeps (state_bytes)")
 
 
 class AdamW(OptimizerConfig):
@@ -82,6 +87,9 @@ class Muon(OptimizerConfig):
             )
             built.append(muon)
         return [*built, self.adamw.over(rest)] if rest else built
+
+    def gathered(self, model: nn.Module) -> list[Tensor]:
+        return self._split(model)[0]
 
     def state_bytes(self, model: nn.Module) -> int:
         matrices, rest = self._split(model)

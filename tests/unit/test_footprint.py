@@ -93,6 +93,12 @@ def test_fsdp_splits_by_rows(ranks: int) -> None:
     assert sent["all_gather"] >= 4 * (n_params + blocks) * (ranks - 1) / ranks
     again = footprint.footprint(load_recipe_with(recipe, micro_batches=6 // ranks), ranks, "fsdp")
     assert {t.name: t.bytes for t in again.traffic}["all_gather"] == 6 // ranks * sent["all_gather"]
+    muon = {t.name: t.bytes for t in footprint.footprint(small("grt", *muon_of(6)), ranks, "fsdp").traffic}
+    assert 0 < muon["all_gather"] - sent["all_gather"] < sent["reduce_scatter"] == muon["reduce_scatter"]
+
+
+def muon_of(batch_size: int) -> tuple[str, ...]:
+    return f"train.batch_size={batch_size}", "train.optimizer={kind: muon}"
 
 
 def load_recipe_with(recipe: Recipe, **train: Any) -> Recipe:
