@@ -42,9 +42,10 @@ WEIGHT_BYTES = 4
 PARALLEL = ("ddp", "fsdp")
 
 ASSUMPTIONS = (
-    "estimates, not measurements: fp32 weights, gradients and optimizer state; activations kept for the backward pass "
-    "as if all were there at once; the allocator's unused blocks, workspaces of kernels and buffers of the "
-    "communication library not counted; compute at the given share of the peak, no communication hidden behind it"
+    "estimates, not measurements: fp32 weights, gradients and optimizer state; activations when the backward pass "
+    "begins, or, recomputed, in a loop, where that is more; the allocator's unused blocks, workspaces of kernels, "
+    "gradients of activations and buffers of the communication library not counted; compute at the given share of the "
+    "peak, no communication hidden behind it"
 )
 
 
@@ -322,20 +323,38 @@ def _activation_terms(recipe: Recipe, ranks: int, kept: Kept) -> list[MemoryTerm
 
     objective = recipe.objective
     loop_parts = [*each.loop, "route"] if model.is_recurrent else []
-    found = [
+    always = [
         term("activations.prelude", lambda n: each.embedding + each.prelude),
         term("activations.keys", lambda n: each.keys),
-        *(term(f"activations.{part}", lambda n, part=part: _loops(recipe, each, kept, part, n)) for part in loop_parts),
         term("activations.states", lambda n: each.state * min(n, depth.last_k or n) if train.recompute else 0),
-        *(
-            term(f"activations.readout.{part}", lambda n, size=size: size * objective.n_readouts(n))
-            for part, size in each.readout.items()
-        ),
-        term("logits", lambda n: each.logits * objective.n_kept_logits(n)),
     ]
+    loops = [
+        term(f"activations.{part}", lambda n, part=part: _loops(recipe, each, kept, part, n)) for part in loop_parts
+    ]
+
+    def readouts(left: int) -> list[MemoryTerm]:
+        """Of all read-outs but so many."""
+
+        def share(n: int) -> float:
+            return max(1 - left / objective.n_readouts(n), 0)
+
+        parts = each.readout.items()
+        return [
+            *(
+                term(f"activations.readout.{part}", lambda n, size=size: size * objective.n_readouts(n) * share(n))
+                for part, size in parts
+            ),
+            term("logits", lambda n: each.logits * objective.n_kept_logits(n) * share(n)),
+        ]
+
     # The gradients of one part of the logits, in fp32 and as the product takes them.
     n_bytes = min(LOSS_ROWS, tokens) * model.vocab_size * (4 + kept.product)
-    return [*found, MemoryTerm("logits.gradients", n_bytes, n_bytes)]
+    at_loss = [*readouts(0), MemoryTerm("logits.gradients", n_bytes, n_bytes)]
+    if not train.recompute or not model.is_recurrent:
+        return [*always, *loops, *at_loss]
+    # No loop is run again before the last read-out is differentiated, and gone.
+    in_loop = [*loops, *readouts(1)]
+    return [*always, *max(at_loss, in_loop, key=lambda terms: sum(one.bytes_at_max for one in terms))]
 
 
 def _loops(recipe: Recipe, each: KeptBytes, kept: Kept, part: str, n_loops: int) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import alcoda
 from alcoda.depth.plan import LoopPlan
@@ -24,6 +27,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = torch.device("cpu")
 SMALL = ("model.d_model=128", "model.seq_len=96", "model.vocab_size=512", "train.batch_size=3", "train.device=cpu")
 """288 tokens: no size of a weight, which may be seen among activations."""
+WORDS = "model.vocab_size=4096"
+"""The loss, not the loop, is then what needs most."""
 WITHIN = 0.05
 """How far the estimate of what is kept may be from what autograd saves."""
 
@@ -220,7 +225,7 @@ def test_a_gpu_keeps_norms_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recompute_keeps_a_state_a_loop_and_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_fixed(small("grt", "train.dtype=float32"), 4)
+    recipe = load_fixed(small("grt", "train.dtype=float32", "model.vocab_size=64"), 4)
     whole, again = (footprint.footprint(load_recipe_with(recipe, recompute=on)) for on in (False, True))
     parts = ("activations.inject", "activations.core", "activations.update")
     assert 4 * term(again, *parts) == term(whole, *parts)
@@ -233,6 +238,61 @@ def test_recompute_keeps_a_state_a_loop_and_one_loop(monkeypatch: pytest.MonkeyP
     ids = torch.zeros(3, 96, dtype=torch.long)
     recipe.objective.loss_sum(model, ids, ids, LoopPlan(0, 4), True)
     assert term(again, "activations.states") == tensor_bytes(states)
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of all storages that live: now, and at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most = 0, 0
+        self.sizes: dict[int, int] = {}
+
+    def add(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += self.sizes[key]
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.add(x)
+        return out
+
+
+def most_bytes(recipe: Recipe, n_loops: int, n_grad: int) -> int:
+    """The most that lives at once in a later micro-batch: there are gradients, and the optimizer has its state."""
+    model, optimizers = stepped(recipe)
+    ids = torch.zeros(3, 96, dtype=torch.long)
+    dtype = torch.bfloat16 if recipe.train.dtype == "bfloat16" else torch.float32
+    with Living() as living:
+        for p in model.train().parameters():
+            assert p.grad is not None
+            for x in (p, p.grad, *(x for o in optimizers for x in o.state[p].values())):
+                living.add(x)
+        with autocast(CPU, dtype):
+            plan = LoopPlan(n_loops - n_grad, n_grad)
+            loss = recipe.objective.loss_sum(model, ids, ids, plan, recipe.train.recompute)
+        loss.backward()
+    return living.most
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("design", [("grt",), ("huginn", "model.n_core=3"), ("ouro",), ("grt", WORDS)], ids=str)
+def test_the_total_is_the_most_that_lives_at_once(design: tuple[str, ...], recompute: bool) -> None:
+    recipe = small(design[0], *design[1:], "train.dtype=bfloat16", f"train.recompute={str(recompute).lower()}")
+    n_loops = recipe.model.n_loops
+    found = footprint.footprint(load_fixed(recipe, n_loops)).memory_bytes
+    # Below: the gradients of the block that is being differentiated are not counted.
+    assert 0.9 < found / most_bytes(recipe, n_loops, min(n_loops, recipe.depth.last_k or n_loops)) < 1.05
 
 
 def test_depths() -> None:
