@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "docs/slurm.sh"
 SRUN = """#!/bin/bash
 # Says what it was asked to run, does what a run would leave behind, and ends as it would.
 printf '%s\\n' "$@" > "$FAKE/srun"
-env | grep -E '^(MASTER|OMP)_' > "$FAKE/environment"
+env | grep -E '^(MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS)=' > "$FAKE/environment"
 [ -n "$CHECKPOINT" ] && mkdir -p "$RUN/checkpoints/$CHECKPOINT"
 [ -n "$STATUS" ] && mkdir -p "$RUN" && printf '{"status": "%s"}' "$STATUS" > "$RUN/run.json"
 exit "$CODE"
