@@ -19,6 +19,7 @@ from alcoda.plugins import load as load_plugin
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
+from alcoda.training.footprint import Footprint, footprint
 from alcoda.training.load import load_run, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
@@ -29,6 +30,7 @@ __all__ = [
     "LM",
     "Catalogue",
     "EvalResult",
+    "Footprint",
     "LawReport",
     "Ledger",
     "MatchResult",
@@ -39,6 +41,7 @@ __all__ = [
     "check_laws",
     "cost",
     "evaluate",
+    "footprint",
     "load",
     "load_plugin",
     "load_recipe",

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from alcoda.errors import RunError, UsageError
-from alcoda.show import gain, print_json, print_ledger, print_match, print_recipes, print_table, say
+from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
+from alcoda.show import gain, print_footprint, print_json, print_ledger, print_match, print_recipes, print_table, say
 
 app = typer.Typer(
     name="alcoda",
@@ -22,45 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Run = Annotated[Path, typer.Argument(help="A run folder (what alcoda train --out wrote).", metavar="RUN")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Change an entry of the recipe: train.steps=500 (alcoda entries lists them). Repeatable.",
-        metavar="A.B=C",
-    ),
-]
-
-
-def _load_plugins(context: typer.Context, plugins: list[str] | None) -> list[str] | None:
-    if plugins and not context.resilient_parsing:
-        from alcoda.plugins import load
-
-        for plugin in plugins:
-            load(plugin)
-    return plugins
-
-
-Plugin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--plugin",
-        help="A Python file (or a module's name) that registers choices of its own; it is run. Repeatable.",
-        metavar="FILE.py",
-        callback=_load_plugins,
-    ),
-]
-"""A command that has this option needs to do nothing with it: what is named is loaded before the command runs."""
-With = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--with", help="An overlay: a YAML file with a part of a recipe, put over it. Repeatable.", metavar="OVERLAY"
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
-Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
 
 
 def _version(wanted: bool) -> None:
@@ -219,12 +181,26 @@ def cost(
             "of a forward pass at n_loops."
         ),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Estimate memory, communication and time of a train step on so many ranks.")
+    ] = None,
+    parallel: Annotated[str, typer.Option(help="How --ranks share the work: ddp or fsdp.")] = "ddp",
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="What a rank's device can do, 10^12 FLOP/s in the recipe's dtype. For times.")
+    ] = None,
+    utilisation: Annotated[float, typer.Option(help="The share of the peak that training reaches.")] = 0.4,
+    bandwidth_gbps: Annotated[
+        float | None, typer.Option(help="What a rank can send, 10^9 bits a second. For times.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The ledger: parameters, FLOPs and cache bytes a token, by named term. --match: equal cost of two recipes."""
+    """The ledger: parameters, FLOPs and cache bytes a token, by named term. --match: equal cost of two recipes.
+    --ranks: the memory, communication and time of a train step."""
     from alcoda import api
 
     files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
+    if ranks is None and (parallel != "ddp" or utilisation != 0.4 or peak_tflops or bandwidth_gbps):
+        raise UsageError("--parallel, --peak-tflops, --utilisation and --bandwidth-gbps go with --ranks N")
     if by is not None or free is not None or at is not None:
         if by is None or free is None:
             raise UsageError("--match and --free go together (--at with them): for example --match flops --free d_ff")
@@ -232,20 +208,30 @@ def cost(
             raise UsageError(f"--match takes two recipes, one to change and one to meet (got {len(recipes)})")
         if loops is not None:
             raise UsageError("--loops with --match: costs are compared at each recipe's own depths; leave --loops out")
+        if ranks is not None:
+            raise UsageError("--ranks with --match: ask for one of them at a time")
         a, b = api.load_recipe(files[0], settings or (), overlays or ()), api.load_recipe(files[1])
         print_match(api.match(a, b, by, free, at), recipes, settings or (), as_json)
         return
-    ledgers = []
+    found = []
     for path, file in zip(recipes, files, strict=True):
         recipe = api.load_recipe(file, settings or (), overlays or ())
-        ledgers.append((str(path), api.cost(recipe, loops)))
+        step = None
+        if ranks is not None:
+            step = api.footprint(recipe, ranks, parallel, peak_tflops, utilisation, bandwidth_gbps)
+        found.append((str(path), api.cost(recipe, loops), step))
     if as_json:
-        found = [{"recipe": name, **one.to_json()} for name, one in ledgers]
-        print_json(found[0] if len(found) == 1 else found)
+        lines = [
+            {"recipe": name, **one.to_json(), **({"footprint": step.to_json()} if step else {})}
+            for name, one, step in found
+        ]
+        print_json(lines[0] if len(lines) == 1 else lines)
         return
-    for name, one in ledgers:
+    for name, one, step in found:
         print_ledger(name, one)
-    print(f"convention: {one.convention}")
+        if step is not None:
+            print_footprint(step)
+    print(f"convention: {found[0][1].convention}")
 
 
 @app.command()

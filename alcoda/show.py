@@ -79,6 +79,40 @@ def print_ledger(name: str, one: Any) -> None:
         print(f"a cache of latents, expanded when they are read, would keep {latent:,} bytes a token")
 
 
+def print_footprint(one: Any) -> None:
+    """A `Footprint` as two tables, and its times in a line."""
+    rows = [[t.name, gigabytes(t.bytes), gigabytes(t.bytes_at_max)] for t in one.memory]
+    rows.append(["total", gigabytes(one.memory_bytes), gigabytes(one.memory_bytes_at_max)])
+    title = f"memory of each of {one.ranks} ranks, GB ({one.parallel}, {one.dtype}, {one.rows} rows at a time)"
+    depths = [f"at a mean of {one.mean_loops:.2f} loops", f"at the most, {one.max_loops}"]
+    print_table(["training", *depths], rows, title)
+    if one.traffic:
+        sent = [[t.name, gigabytes(t.bytes)] for t in one.traffic]
+        print_table(["a train step", "GB that a rank sends"], [*sent, ["total", gigabytes(one.traffic_bytes)]])
+    words = [f"a train step is {flops(one.flops)} FLOPs"]
+    if one.compute_s is not None:
+        words.append(f"{one.compute_s:.3g} s of compute")
+    if one.communication_s is not None and one.traffic:
+        words.append(f"{one.communication_s:.3g} s of communication")
+    if one.run_s is not None:
+        words.append(f"{one.n_steps:,} steps take {days(one.run_s)}")
+    print("; ".join(words))
+    print(one.assumptions)
+
+
+def gigabytes(n_bytes: int) -> str:
+    """In 10^9 bytes, to 10 MB."""
+    return f"{n_bytes / 1e9:,.2f}"
+
+
+def days(seconds: float) -> str:
+    """In the largest unit of which there is one."""
+    for unit, size in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def print_match(found: Any, recipes: Sequence[Path], settings: Sequence[str], as_json: bool) -> None:
     """A `MatchResult` as a table, and the settings that reproduce it."""
     if as_json:

@@ -12,7 +12,7 @@ from alcoda.config import Bool, Choice, PositiveInt
 from alcoda.model.keys import Context, View
 from alcoda.model.norms import RMSNormModule
 from alcoda.model.positions import Rotation, rotate
-from alcoda.model.shape import Cost, Place, Shape, linear, total
+from alcoda.model.shape import Cost, Kept, Place, Shape, linear, total
 from alcoda.model.value_embed import ValueTable
 
 QK_NORM_EPS = 1e-6
@@ -70,6 +70,33 @@ class Attention(Choice, axis="attention"):
             "projections": total(*maps, self._norm_cost(shape), keys),
             "scores": Cost(flops=4 * shape.seq_len * d_q),
         }
+
+    def key_kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that `build_keys` keeps for its backward pass, without what it reads."""
+        d_kv = self.kv_heads(shape.n_heads) * shape.d_head
+        return ((2 + self._has_norm) * d_kv + (self.latent_width(shape.d_model) or 0)) * kept.product
+
+    def n_key_maps(self, d_model: int) -> int:
+        """How many linear maps of `build_keys` read the layer's input."""
+        return 2 if self.latent_width(d_model) is None else 1
+
+    def kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+        """Bytes a token that one pass keeps for its backward pass; what the first maps read included."""
+        d_q, n_maps, keys = shape.n_heads * shape.d_head, 1, 0
+        if place.own_keys:
+            n_maps += self.n_key_maps(shape.d_model)
+            keys = self.key_kept_bytes(shape, kept)
+        queries = (2 + self._has_norm) * d_q * kept.product  # and what the last map reads
+        scores = 4 * shape.n_heads  # fused: the log of each row's sum
+        if not kept.fused_attention:
+            # The softmax; and keys and values, copied for queries that share them, and at each loop if they are frozen.
+            n_copied = d_q - (self.kv_heads(shape.n_heads) * shape.d_head if place.own_keys else 0)
+            scores = (shape.n_heads * shape.seq_len + 2 * n_copied) * kept.product
+        return kept.read(shape.d_model, n_maps) + keys + queries + scores
+
+    @property
+    def _has_norm(self) -> bool:
+        return self.qk_norm != "none"
 
     def _norm_cost(self, shape: Shape) -> Cost:
         return Cost(params=shape.d_head if self.qk_norm == "before_rope" else 0)
@@ -197,8 +224,8 @@ products up to about this many tokens (benchmarks/train.py); beyond it the T x T
 def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
     """Attention over the visible keys, by the fastest exact kernel for the case; `attend_naive` is its reference."""
     trains = torch.is_grad_enabled() and q_BHTK.requires_grad
-    # Positions in one row for all: then each query sees at least its own key, and no row of scores is empty.
-    plain = view.pos.dim() == 1 and (view.is_causal or view.mask is not None)
+    # A mask of positions that all rows share leaves each query at least its own key: no row of scores is empty.
+    plain = view.is_causal or (view.mask is not None and view.pos.dim() == 1)
     if trains and plain and q_BHTK.device.type == "cpu" and k_BGSK.size(2) <= EXPLICIT_MAX_TOKENS:
         return _attend_explicit(q_BHTK, k_BGSK, v_BGSK, view)
     return F.scaled_dot_product_attention(

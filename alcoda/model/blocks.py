@@ -13,7 +13,7 @@ from alcoda.model.keys import Context
 from alcoda.model.memory import Memory, Source
 from alcoda.model.mlp import Mlp, SwiGlu
 from alcoda.model.norms import Norm, RMSNorm
-from alcoda.model.shape import Cost, Place, Shape, total
+from alcoda.model.shape import Cost, Kept, Place, Shape, total
 from alcoda.model.value_embed import NoValueEmbed, ValueEmbed
 from alcoda.model.window import NoWindow, Window
 
@@ -66,6 +66,22 @@ class BlockConfig(Config):
             "mlp": self.mlp.cost(shape),
             "norms": Cost(params=n_norms * self.norm.cost(shape).params),
         }
+
+    def kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+        """Bytes a token that one pass through a block keeps for its backward pass."""
+        norms = 2 * kept.normed(shape.d_model)
+        if self.sandwich != "none":
+            norms += 2 * kept.normed(shape.d_model, kept.stream if self.sandwich == "after_add" else kept.product)
+        values = self.value_kept_bytes(shape, place, kept) if place.own_keys else 0
+        return norms + values + self.attention.kept_bytes(shape, place, kept) + self.mlp.kept_bytes(shape, kept)
+
+    def key_kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+        """Of `build_keys`, without what it reads."""
+        return self.attention.key_kept_bytes(shape, kept) + self.value_kept_bytes(shape, place, kept)
+
+    def value_kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+        """Of the layer's table of values."""
+        return self.value_embed.kept_bytes(shape, self.attention.kv_heads(shape.n_heads), place, kept)
 
     def _value_cost(self, shape: Shape, place: Place) -> Cost:
         return self.value_embed.cost(shape, self.attention.kv_heads(shape.n_heads), place)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, PositiveFloat
 from alcoda.model.norms import Norm
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Kept, Shape
 
 
 class Embedding(Choice, axis="embedding"):
@@ -20,6 +20,10 @@ class Embedding(Choice, axis="embedding"):
 
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that it keeps for its backward pass."""
+        return 0
 
 
 class AsItIs(Embedding):
@@ -49,6 +53,9 @@ class Normed(Embedding):
 
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         return norm.cost(shape)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return kept.normed(shape.d_model)
 
 
 class ScaledModule(nn.Module):

@@ -12,7 +12,7 @@ from alcoda.config import Choice, PositiveFloat
 from alcoda.model.norms import Norm
 from alcoda.model.precision import at_least_fp32
 from alcoda.model.recurrence.loop_norm import LoopNormModule
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Kept, Shape
 
 
 class FinalNorm(Choice, axis="final_norm"):
@@ -26,6 +26,10 @@ class FinalNorm(Choice, axis="final_norm"):
 
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one read-out keeps for its backward pass."""
+        return kept.normed(shape.d_model)
 
 
 class OwnNorm(FinalNorm):
@@ -54,6 +58,9 @@ class NoFinalNorm(FinalNorm):
     """None: the state is normed already (Ouro)."""
 
     kind: Literal["none"] = "none"
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return 0
 
 
 class SharedNormModule(nn.Module):
@@ -114,6 +121,9 @@ class UntiedHead(nn.Linear):
 class SoftCap(Choice, axis="soft_cap"):
     """A bound on the logits."""
 
+    kept_logits: ClassVar[int] = 1
+    """Rows of fp32 logits that the loss of one token keeps for its backward pass."""
+
     def build(self) -> SoftCapModule:
         raise NotImplementedError
 
@@ -131,6 +141,7 @@ class TanhCap(SoftCap):
     """``z = cap tanh(z / cap)`` (nanochat: 15; papers.md 4.1)."""
 
     kind: Literal["tanh"] = "tanh"
+    kept_logits: ClassVar[int] = 2
     cap: PositiveFloat = 15.0
 
     def build(self) -> SoftCapModule:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Choice
-from alcoda.model.shape import Cost, Shape, linear, total
+from alcoda.model.shape import Cost, Kept, Shape, linear, total
 
 
 class Mlp(Choice, axis="mlp"):
@@ -25,6 +25,11 @@ class Mlp(Choice, axis="mlp"):
     def cost(self, shape: Shape) -> Cost:
         raise NotImplementedError
 
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one pass keeps for its backward pass; what the first maps read included. Of a gated one:
+        the gate, what becomes of it, the other map, and what the last one reads."""
+        return kept.read(shape.d_model, 2) + 4 * shape.d_ff * kept.product
+
 
 class TwoMaps(Mlp):
     """``W_down f(W_up x)``; width 4d by default."""
@@ -35,6 +40,9 @@ class TwoMaps(Mlp):
     def cost(self, shape: Shape) -> Cost:
         up, down = linear(shape.d_model, shape.d_ff, shape.bias), linear(shape.d_ff, shape.d_model, shape.bias)
         return total(up, down)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return kept.read(shape.d_model, 1) + 2 * shape.d_ff * kept.product  # up (or its relu), and what down reads
 
 
 class Gelu(TwoMaps):

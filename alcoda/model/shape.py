@@ -32,6 +32,32 @@ class Place(NamedTuple):
     own_keys: bool = True
 
 
+class Kept(NamedTuple):
+    """In how many bytes a training pass keeps numbers for its backward pass.
+
+    Attributes:
+        product: a number that a matrix product reads or gives: 2 under autocast to bf16, 4 without.
+        stream: one of the residual stream, between the blocks.
+        fp32_norms: norms work in fp32 (autocast on a GPU); otherwise in what they are given (our own norm on a CPU).
+        fused_attention: the kernel keeps no scores, and makes them again in the backward pass.
+    """
+
+    product: int
+    stream: int = 4
+    fp32_norms: bool = True
+    fused_attention: bool = True
+
+    def normed(self, d: int, width: int | None = None) -> int:
+        """Bytes of ``d`` numbers that a norm reads (of the stream, or in ``width`` bytes each), as it keeps them."""
+        return d * (4 if self.fp32_norms else width or self.stream)
+
+    def read(self, d: int, n_maps: int) -> int:
+        """Bytes of ``d`` numbers out of a norm that ``n_maps`` linear maps read: autocast makes each a copy of its own,
+        where it has to make one."""
+        copies = n_maps if self.normed(1) != self.product else 1
+        return copies * d * self.product
+
+
 class Cost(NamedTuple):
     """What a part costs each time it is applied.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, PositiveInt
 from alcoda.model.init import InitSpecial
-from alcoda.model.shape import Cost, Place, Shape, linear, total
+from alcoda.model.shape import Cost, Kept, Place, Shape, linear, total
 
 
 class ValueEmbed(Choice, axis="value_embed"):
@@ -25,6 +25,10 @@ class ValueEmbed(Choice, axis="value_embed"):
     def cost(self, shape: Shape, n_kv_heads: int, place: Place) -> Cost:
         """Of `build`."""
         return Cost()
+
+    def kept_bytes(self, shape: Shape, n_kv_heads: int, place: Place, kept: Kept) -> int:
+        """Bytes a token that one pass keeps for its backward pass, beside the values."""
+        return 0
 
 
 class NoValueEmbed(ValueEmbed):
@@ -67,6 +71,11 @@ class Table(ValueEmbed):
             return Cost()
         gate = linear(self.gate_channels, n_kv_heads) if self.gate else Cost()
         return total(Cost(params=shape.vocab_size * n_kv_heads * shape.d_head), gate)
+
+    def kept_bytes(self, shape: Shape, n_kv_heads: int, place: Place, kept: Kept) -> int:
+        if not self.gate or not self.has_table(place):
+            return 0
+        return 4 * n_kv_heads * shape.d_head + self.gate_channels * kept.product  # rows of the table, in fp32
 
 
 class ValueTable(InitSpecial):

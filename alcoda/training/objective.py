@@ -38,6 +38,10 @@ class Objective(Choice, axis="objective"):
         """Mean number of times beside them that the head runs, without gradients."""
         return 0.0
 
+    def n_kept_logits(self, n_loops: int) -> float:
+        """Mean number of rows of logits a token that a pass of ``n_loops`` keeps for its backward pass."""
+        return self.n_readouts(n_loops) + self.n_more_heads(n_loops)
+
     def loops(self, plan: LoopPlan) -> Sequence[int]:
         """The depths that a pass is read out at, increasing; the last is the plan's."""
         return [plan.n_loops]

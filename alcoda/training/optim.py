@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alcoda.config import Choice, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from alcoda.errors import UsageError
 
 Beta = Annotated[NonNegativeFloat, Field(lt=1)]
 Share = Annotated[NonNegativeFloat, Field(le=1)]
@@ -22,6 +23,14 @@ class OptimizerConfig(Choice, axis="optimizer"):
     def build(self, model: nn.Module) -> list[Optimizer]:
         """One or two optimizers that between them own every parameter that learns once, and no other."""
         raise NotImplementedError
+
+    def gathered(self, model: nn.Module) -> list[Tensor]:
+        """The parameters whose updates are made from the whole, wherever their parts lie."""
+        return []
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """What they keep between steps once all of them have taken one; ``model`` may be on the meta device."""
+        raise UsageError(f"train.optimizer {self.kind!r} does not say how much it keeps (state_bytes)")
 
 
 class AdamW(OptimizerConfig):
@@ -35,6 +44,13 @@ class AdamW(OptimizerConfig):
 
     def build(self, model: nn.Module) -> list[Optimizer]:
         return [self.over([p for p in model.parameters() if p.requires_grad])]
+
+    def state_bytes(self, model: nn.Module) -> int:
+        return self.state_bytes_over([p for p in model.parameters() if p.requires_grad])
+
+    def state_bytes_over(self, parameters: list[nn.Parameter]) -> int:
+        """Of some of the parameters: two moments of each number, and the number of steps of each tensor (fp32)."""
+        return sum(2 * p.numel() * p.element_size() + 4 for p in parameters)
 
     def over(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer over some of the parameters."""
@@ -59,13 +75,7 @@ class Muon(OptimizerConfig):
     """For embeddings, head, norms and biases."""
 
     def build(self, model: nn.Module) -> list[Optimizer]:
-        matrices = [
-            module.weight
-            for module in model.modules()
-            if isinstance(module, nn.Linear) and module is not model.head and module.weight.requires_grad
-        ]
-        owned = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
+        matrices, rest = self._split(model)
         built: list[Optimizer] = []
         if matrices:  # with trainable, one of the two may have nothing to do
             muon = torch.optim.Muon(
@@ -77,6 +87,23 @@ class Muon(OptimizerConfig):
             )
             built.append(muon)
         return [*built, self.adamw.over(rest)] if rest else built
+
+    def gathered(self, model: nn.Module) -> list[Tensor]:
+        return self._split(model)[0]
+
+    def state_bytes(self, model: nn.Module) -> int:
+        matrices, rest = self._split(model)
+        return sum(p.numel() * p.element_size() for p in matrices) + self.adamw.state_bytes_over(rest)
+
+    def _split(self, model: nn.Module) -> tuple[list[Tensor], list[nn.Parameter]]:
+        """What Muon steps, and what AdamW does."""
+        matrices = [
+            module.weight
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and module is not model.head and module.weight.requires_grad
+        ]
+        owned = {id(p) for p in matrices}
+        return matrices, [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
 
 
 class Schedule(Config):

@@ -45,10 +45,15 @@ def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:
         )
 
 
-def freeze(model: RecurrentLM, trainable: Sequence[str] | None) -> None:
-    """Let only the named parts learn; all where None. Before the optimizer is built, so that it owns no other."""
+def mark(model: RecurrentLM, trainable: Sequence[str] | None) -> None:
+    """Set which parameters ask for gradients: those of the named parts; all where None."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable is None or name.split(".")[0] in trainable)
+
+
+def freeze(model: RecurrentLM, trainable: Sequence[str] | None) -> None:
+    """Let only the named parts learn; all where None. Before the optimizer is built, so that it owns no other."""
+    mark(model, trainable)
     if trainable is not None:
         learn, of = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
         progress.say(f"trainable: {learn:,} of {of:,} parameters learn ({', '.join(trainable)})")

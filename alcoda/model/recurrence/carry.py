@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, Float, Int
 from alcoda.model.init import InitSpecial
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Kept, Shape
 
 
 class Carry(Choice, axis="carry"):
@@ -25,6 +25,10 @@ class Carry(Choice, axis="carry"):
     def cost(self, shape: Shape) -> Cost:
         """Once a loop."""
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one loop keeps for its backward pass."""
+        return 0
 
 
 class LastState(Carry):
@@ -53,6 +57,9 @@ class HyperConnections(Carry):
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(params=self.states)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return shape.d_model * kept.stream  # the newest state; the older ones are kept by the loops before
 
 
 class CarryModule(nn.Module):

@@ -14,7 +14,7 @@ from alcoda.config import Bool, Choice, Float, NonNegativeFloat
 from alcoda.model.init import InitSpecial
 from alcoda.model.noise import noisy
 from alcoda.model.norms import Norm
-from alcoda.model.shape import Cost, Shape, linear, total
+from alcoda.model.shape import Cost, Kept, Shape, linear, total
 
 
 class Inject(Choice, axis="inject"):
@@ -23,6 +23,9 @@ class Inject(Choice, axis="inject"):
     carries_anchor: ClassVar[bool] = True
     """Whether the prelude's output reaches every loop through this choice."""
 
+    gives_product: ClassVar[bool] = False
+    """Whether it ends in a matrix product, so that autocast hands the core a stream in bf16."""
+
     def build(self, norm: Norm, shape: Shape) -> nn.Module:
         """A module on ``(h_BTD, e_BTD)``; ``norm`` is the blocks'."""
         raise NotImplementedError
@@ -30,6 +33,10 @@ class Inject(Choice, axis="inject"):
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         """Once a loop."""
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one loop keeps for its backward pass."""
+        return 0
 
 
 class NoInject(Inject):
@@ -63,6 +70,7 @@ class Concat(Inject):
     """
 
     kind: Literal["concat"] = "concat"
+    gives_product: ClassVar[bool] = True
     noise: NonNegativeFloat = 0.0
     bias: Bool = False
     start: Literal["normal", "identity"] = "normal"
@@ -73,6 +81,9 @@ class Concat(Inject):
 
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         return linear(2 * shape.d_model, shape.d_model, self.bias)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return 2 * shape.d_model * kept.product
 
 
 class Diagonal(Inject):
@@ -95,6 +106,11 @@ class Diagonal(Inject):
         d = shape.d_model
         b = linear(d, d) if self.b == "matrix" else Cost(params=d)
         return total(Cost(params=2 * d), b, norm.cost(shape))
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        # What B reads and gives, and the state; the norm's input, e, is the same in every loop.
+        width = kept.product if self.b == "matrix" else 4
+        return shape.d_model * (2 * width + kept.stream)
 
 
 class NoInjectModule(nn.Module):

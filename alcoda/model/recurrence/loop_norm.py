@@ -8,19 +8,25 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice
 from alcoda.model.norms import Norm
-from alcoda.model.shape import Cost, Shape
+from alcoda.model.shape import Cost, Kept, Shape
 
 
 class LoopNorm(Choice, axis="loop_norm"):
     """A norm of the state, of the block's norm kind."""
 
     has_norm: ClassVar[bool] = True
+    every_loop: ClassVar[bool] = False
+    """Whether it acts once a loop, not once a read-out."""
 
     def build(self, norm: Norm, shape: Shape) -> LoopNormModule:
         return LoopNormModule(norm.build(shape) if self.has_norm else nn.Identity())
 
     def cost(self, norm: Norm, shape: Shape) -> Cost:
         return norm.cost(shape) if self.has_norm else Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that it keeps for its backward pass each time."""
+        return kept.normed(shape.d_model) if self.has_norm else 0
 
 
 class NoLoopNorm(LoopNorm):
@@ -34,6 +40,7 @@ class EveryLoop(LoopNorm):
     """After every loop: the normed state is what the next loop and the coda read (Ouro, papers.md 5.4)."""
 
     kind: Literal["every_loop"] = "every_loop"
+    every_loop: ClassVar[bool] = True
 
     def build(self, norm: Norm, shape: Shape) -> LoopNormModule:
         return EveryLoopModule(norm.build(shape))

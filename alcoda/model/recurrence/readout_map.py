@@ -8,7 +8,7 @@ from torch import nn
 
 from alcoda.config import Choice
 from alcoda.model.init import InitSpecial
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.shape import Cost, Kept, Shape, linear
 
 
 class ReadoutMap(Choice, axis="readout_map"):
@@ -21,6 +21,10 @@ class ReadoutMap(Choice, axis="readout_map"):
     def cost(self, shape: Shape) -> Cost:
         """Once a read-out."""
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one read-out keeps for its backward pass."""
+        return 0
 
 
 class NoReadoutMap(ReadoutMap):
@@ -42,6 +46,9 @@ class LinearReadout(ReadoutMap):
 
     def cost(self, shape: Shape) -> Cost:
         return linear(shape.d_model, shape.d_model)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        return shape.d_model * kept.product
 
 
 class LinearReadoutModule(nn.Linear, InitSpecial):

@@ -16,7 +16,7 @@ from alcoda.config import Bool, Choice, NonNegativeFloat, NonNegativeInt
 from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import Context
 from alcoda.model.precision import in_fp32
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.shape import Cost, Kept, Shape, linear
 from alcoda.model.state import Run, State
 
 
@@ -49,6 +49,11 @@ class Route(Choice, axis="route"):
 
     def loop_flops(self, shape: Shape) -> int:
         """FLOPs a token and loop."""
+        return 0
+
+    def kept_bytes(self, shape: Shape, kept: Kept, share: float) -> float:
+        """Bytes a token that one loop keeps for its backward pass where ``share`` of the tokens run it, beside what
+        the loop itself keeps of those."""
         return 0
 
     def warming(self, train_step: int) -> int | None:
@@ -85,6 +90,9 @@ class Routed(Route):
     @property
     def drops_keys(self) -> bool:
         return self.drop_keys
+
+    def kept_bytes(self, shape: Shape, kept: Kept, share: float) -> float:
+        return share * 4 * shape.d_model  # what the loop makes of the tokens that run, to be weighed by g
 
 
 class TokenChoice(Routed):
@@ -138,6 +146,9 @@ class ExpertChoice(Routed):
 
     def loop_flops(self, shape: Shape) -> int:
         return self._n_routers() * 2 * shape.d_model
+
+    def kept_bytes(self, shape: Shape, kept: Kept, share: float) -> float:
+        return super().kept_bytes(shape, kept, share) + 4 * shape.d_model  # the state that the router reads
 
     def _n_routers(self) -> int:
         return 2 if self.auxiliary == "router" else 1

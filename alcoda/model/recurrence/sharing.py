@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from alcoda.config import Choice, PositiveInt
 from alcoda.model.blocks import Stack
 from alcoda.model.init import InitSpecial
-from alcoda.model.shape import Cost
+from alcoda.model.shape import Cost, Kept
 
 
 class Sharing(Choice, axis="sharing"):
@@ -31,6 +31,11 @@ class Sharing(Choice, axis="sharing"):
     def cost(self, stack: Cost, n_loops: int) -> Cost:
         """What is added to the cost of one stack: parameters stored, FLOPs a loop."""
         return Cost()
+
+    def kept_weight_bytes(self, n_matrix_params: int, kept: Kept) -> int:
+        """Bytes of weights that each loop makes for itself and keeps for its backward pass; ``n_matrix_params`` are
+        those of the stack's linear maps."""
+        return 0
 
 
 class TiedLoops(Sharing):
@@ -56,6 +61,9 @@ class LoraLoops(Sharing):
 
     def cost(self, stack: Cost, n_loops: int) -> Cost:
         return Cost(params=n_loops * self.rank * stack.sides, flops=2 * self.rank * stack.sides)
+
+    def kept_weight_bytes(self, n_matrix_params: int, kept: Kept) -> int:
+        return n_matrix_params * kept.product  # W + B_r A_r
 
 
 class UntiedLoops(Sharing):

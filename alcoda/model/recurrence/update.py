@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from alcoda.config import Choice, Float, NonNegativeFloat, PositiveFloat
 from alcoda.model.init import InitSpecial
 from alcoda.model.noise import noisy
-from alcoda.model.shape import Cost, Shape, linear
+from alcoda.model.shape import Cost, Kept, Shape, linear
 
 
 class Update(Choice, axis="update"):
@@ -24,6 +24,9 @@ class Update(Choice, axis="update"):
     needs_branches: ClassVar[bool] = False
     """Whether y - x must be the core's branches, so that a norm of the sum (sandwich after_add) is refused."""
 
+    keeps_dtype: ClassVar[bool] = False
+    """Whether the new state has the type of the old one, not that of what the core gives."""
+
     def build(self, shape: Shape) -> nn.Module:
         """A module on ``(h_BTD, x_BTD, y_BTD, e_BTD)``."""
         raise NotImplementedError
@@ -31,6 +34,10 @@ class Update(Choice, axis="update"):
     def cost(self, shape: Shape) -> Cost:
         """Once a loop."""
         return Cost()
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Bytes a token that one loop keeps for its backward pass, beside what the core keeps of x."""
+        return 0
 
 
 class Overwrite(Update):
@@ -53,6 +60,7 @@ class Gate(Update):
 
     kind: Literal["gate"] = "gate"
     reads_anchor: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = True
     tau: PositiveFloat = 1.0
     bias: Float = 4.0
     """Where the last bias starts."""
@@ -65,6 +73,10 @@ class Gate(Update):
         d = shape.d_model
         first, second = linear(2 * d, d, True), linear(d, d, True)
         return Cost(first.params + second.params + 2 * d, first.flops + second.flops)
+
+    def kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        # Both norms' output, the hidden layer and its silu, 1 - g; the state, y, and 1 - g in the state's type.
+        return shape.d_model * (5 * kept.product + 2 * 4 + (4 if kept.product != 4 else 0))
 
 
 class Lti(Update):
