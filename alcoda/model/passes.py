@@ -69,5 +69,5 @@ def _put(model: RecurrentLM, sources_BTD: Tensor | None, new_BTD: Tensor, tokens
     before = model.memory.n_carried
     if sources_BTD is None:
         sources_BTD = new_BTD.new_zeros(new_BTD.size(0), before + n_tokens, new_BTD.size(2))
-    index_K = before + torch.arange(tokens.start, tokens.stop, tokens.step, device=new_BTD.device)
-    return sources_BTD.index_copy(1, index_K, new_BTD.to(sources_BTD.dtype))
+    start, stop = before + tokens.start, before + tokens.stop
+    return torch.slice_scatter(sources_BTD, new_BTD.to(sources_BTD.dtype), 1, start, stop, tokens.step)

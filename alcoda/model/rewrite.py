@@ -36,7 +36,6 @@ class KeyPages:
         assert self.is_new or self.n_tokens == self.n_before, "a pass runs new tokens, or old ones again"
         self.slots: dict[Slot, Keys] = {}
         self.ran_BS: dict[int, Tensor] = {}
-        self._index_K: Tensor | None = None
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -46,7 +45,6 @@ class KeyPages:
         pos_T = torch.arange(self.tokens.start, self.tokens.stop, self.tokens.step, device=device)
         if self.is_new and self.n_before == 0:
             return View.causal(pos_T)
-        self._index_K = pos_T
         key_pos_S = torch.arange(self.n_tokens, device=device)
         return View(pos_T, key_pos_S, None, key_pos_S <= pos_T[:, None], False)
 
@@ -54,8 +52,7 @@ class KeyPages:
         """As `KeyStore.ran`."""
         ran_BS = ran_BT
         if self.earlier is not None and loop in self.earlier.ran_BS:
-            before_BS = self.earlier.ran_BS[loop]
-            ran_BS = torch.cat([before_BS, ran_BT], 1) if self.is_new else before_BS.index_copy(1, self._index, ran_BT)
+            ran_BS = self._merged(self.earlier.ran_BS[loop], ran_BT, 1)
         return self.ran_BS.setdefault(loop, ran_BS)
 
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
@@ -64,7 +61,7 @@ class KeyPages:
         if self.earlier is not None:
             # A route may have let every token out of the loop until now.
             old = self.earlier.held(slot) or tuple(self._none_of(x, self.n_before) for x in keys)
-            keys = self._merged(old[0], k_BGTK), self._merged(old[1], v_BGTK)
+            keys = self._merged(old[0], k_BGTK, 2), self._merged(old[1], v_BGTK, 2)
         self.slots.setdefault(slot, keys)  # a recomputed loop writes again, and what others read stays
         return keys
 
@@ -82,15 +79,10 @@ class KeyPages:
     def _none_of(like_BGSK: Tensor, n_tokens: int) -> Tensor:
         return like_BGSK.new_zeros(like_BGSK.size(0), like_BGSK.size(1), n_tokens, like_BGSK.size(3))
 
-    @property
-    def _index(self) -> Tensor:
-        assert self._index_K is not None
-        return self._index_K
-
-    def _merged(self, old_BGSK: Tensor, new_BGTK: Tensor) -> Tensor:
+    def _merged(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
         if self.is_new:
-            return torch.cat([old_BGSK, new_BGTK.to(old_BGSK.dtype)], 2)
-        return old_BGSK.index_copy(2, self._index, new_BGTK.to(old_BGSK.dtype))
+            return torch.cat([old, new.to(old.dtype)], dim)
+        return torch.slice_scatter(old, new.to(old.dtype), dim, self.tokens.start, self.tokens.stop, self.tokens.step)
 
 
 class Again:
