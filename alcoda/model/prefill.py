@@ -262,7 +262,7 @@ class Chunk:
         """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now."""
         memory_BTD = self._memories()
         if self.reader.store.pos_BS is None:
-            index_K = torch.arange((first - self.start) % stride, self.n_tokens, stride, device=memory_BTD.device)
+            index_K = torch.arange(self.n_tokens, device=memory_BTD.device)[(first - self.start) % stride :: stride]
             if not len(index_K):
                 return
             store = Again(self.reader.store, self.start + index_K)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "Exact prefill reads a text token by token, as it is decoded; the others read many tokens at once. Gap: bits per "
-    "byte more than exact prefill on the same text, paired by unit. After a prompt: the prefill reads the first half of "
-    "each row; the second half, which alone is scored, is read token by token."
+    "byte more than exact prefill on the same text, paired by unit. After a prompt: the prefill reads the first half "
+    "of each row; the second half, which alone is scored, is read token by token."
 )
 
 
