@@ -160,19 +160,14 @@ def evaluate(
     from alcoda import api
 
     depths = parse_loops(loops)
-    options: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "chunk_tokens": chunk,
-        "batch_size": batch_size,
-        "max_tokens": max_tokens,
-    }
+    how: Any = {"checkpoint": checkpoint, "chunk_tokens": chunk, "batch_size": batch_size, "max_tokens": max_tokens}
     if prefill == "all":
         if len(depths) > 1:
             raise UsageError(f"--loops {loops} with --prefill all: prefills are compared at one depth; give one")
-        result = api.evaluate_prefills(run, depths[0] if depths else None, data, **options)
+        result = api.evaluate_prefills(run, depths[0] if depths else None, data, **how)
         show = print_prefills
     else:
-        result = api.evaluate(run, depths, data, prefill=prefill, **options)
+        result = api.evaluate(run, depths, data, prefill=prefill, **how)
         show = print_scores
     if not as_json:
         show(result)
@@ -210,13 +205,7 @@ def generate(
 
     lm = api.load(run, checkpoint)
     pieces = lm.stream(
-        prompt,
-        loops=loops,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        prefill=prefill,
+        prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, prefill=prefill
     )
     if as_json:
         text = "".join(pieces)
