@@ -81,8 +81,8 @@ def print_prefills(result: Any) -> None:
     print_table(
         ["prefill", "bits/byte, 95%", "gap to exact", "after a prompt", "gap to exact", "seconds", "tokens/s"],
         rows,
-        f"at {result.loops} loop{'s' if result.loops != 1 else ''}, {result.batch_size} rows at a time{chunks}; after a "
-        f"prompt: of {result.prompt_tokens} tokens read so, the rest token by token",
+        f"at {result.loops} loop{'s' if result.loops != 1 else ''}, {result.batch_size} rows at a time{chunks}; "
+        f"after a prompt: of {result.prompt_tokens} tokens read so, the rest token by token",
     )
 
 
