@@ -13,8 +13,11 @@ from alcoda.files import disk, read_json, write_json
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
+from alcoda.measure.prefills import PrefillsResult
+from alcoda.measure.prefills import evaluate_prefills as _evaluate_prefills
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
+from alcoda.model.prefill import Prefill
 from alcoda.plugins import load as load_plugin
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
@@ -35,12 +38,14 @@ __all__ = [
     "Ledger",
     "MatchResult",
     "ModelConfig",
+    "PrefillsResult",
     "Recipe",
     "Sample",
     "TrainResult",
     "check_laws",
     "cost",
     "evaluate",
+    "evaluate_prefills",
     "footprint",
     "load",
     "load_plugin",
@@ -84,10 +89,12 @@ def evaluate(
     data: str = "valid",
     *,
     checkpoint: str = "best",
-    batch_size: int = 8,
+    prefill: Prefill | str | None = None,
+    chunk_tokens: int | None = None,
+    batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> EvalResult:
-    """Bits per byte of a trained model at each depth, with 95% bootstrap intervals.
+    """Bits per byte of a trained model at each depth, with 95% bootstrap intervals; and by position in the row.
 
     Args:
         run: a run folder, or a loaded model.
@@ -95,11 +102,55 @@ def evaluate(
         data: a split of the run's data (``valid``, ``train``, ``calib``, ``probe``), or a corpus such as ``text:PATH``,
             which is scored whole.
         checkpoint: ``best``, ``last``, or a checkpoint's name, where ``run`` is a folder.
-        batch_size: rows scored at a time.
+        prefill: how a model with a memory reads rows: ``exact`` (token by token; where None), ``interleaved``,
+            ``iterated``, ``zero``, or a `Prefill`.
+        chunk_tokens: in chunks of so many tokens; None: rows whole.
+        batch_size: rows scored at a time; None: 8, or 64 where they are read token by token.
         max_tokens: score at most so many tokens of each source.
     """
     loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
-    return _evaluate(loaded, loops, data, batch_size=batch_size, max_tokens=max_tokens)
+    return _evaluate(
+        loaded,
+        loops,
+        data,
+        prefill=prefill,
+        chunk_tokens=chunk_tokens,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+    )
+
+
+def evaluate_prefills(
+    run: str | Path | LM,
+    loops: int | None = None,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    prefills: Sequence[Prefill | str] = (),
+    chunk_tokens: int | None = None,
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> PrefillsResult:
+    """What each prefill of a model with a memory costs in bits per byte, against exact prefill, and its speed: on whole
+    rows, and on the second half of each row, read token by token after it has read the first.
+
+    Args:
+        run, data, checkpoint, max_tokens: as of `evaluate`.
+        loops: the depth; the model's ``n_loops`` where None.
+        prefills: beside exact; where empty, every one that there is.
+        chunk_tokens: each reads in chunks of so many tokens; None: all at once.
+        batch_size: rows read at a time; None: 64.
+    """
+    loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
+    return _evaluate_prefills(
+        loaded,
+        loops,
+        data,
+        choices=prefills,
+        chunk_tokens=chunk_tokens,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+    )
 
 
 def samples(
@@ -154,6 +205,11 @@ def keep_scores(run: RunFolder, scores: dict[str, Any]) -> None:
     with disk(run.samples_json):
         run.samples_json.unlink(missing_ok=True)
     write_json(run.eval_json, scores)
+
+
+def keep_prefills(run: str | Path, found: PrefillsResult) -> None:
+    """Write ``prefills.json``, which the report shows."""
+    write_json(RunFolder(run).prefills_json, found.to_json())
 
 
 def measure_missing(run: RunFolder, prompts: Sequence[str] = DEFAULT_PROMPTS) -> None:

@@ -13,7 +13,17 @@ import typer
 
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
-from alcoda.show import gain, print_footprint, print_json, print_ledger, print_match, print_recipes, print_table, say
+from alcoda.show import (
+    print_footprint,
+    print_json,
+    print_ledger,
+    print_match,
+    print_prefills,
+    print_recipes,
+    print_scores,
+    print_table,
+    say,
+)
 
 app = typer.Typer(
     name="alcoda",
@@ -90,7 +100,21 @@ def evaluate(
         str, typer.Option(help="valid, train, calib, probe, or a corpus, scored whole: text:PATH, pystdlib, ...")
     ] = "valid",
     checkpoint: Checkpoint = "best",
-    batch_size: Annotated[int, typer.Option(help="Rows scored at a time.", min=1)] = 8,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="How a model with a memory reads rows: exact (token by token; default), interleaved, iterated, zero. "
+            "all: compare them, and keep the table in the run's prefills.json.",
+            metavar="NAME",
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="It reads in chunks of so many tokens. Default: rows whole.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Rows scored at a time. Default: 8, or 64 where rows are read token by token.", min=1),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Score at most so many tokens of each source.", min=2)] = None,
     plugin: Plugin = None,
     as_json: Json = False,
@@ -98,23 +122,22 @@ def evaluate(
     """Bits per byte at each depth, with 95% intervals. The last line is JSON."""
     from alcoda import api
 
-    result = api.evaluate(
-        run, parse_loops(loops), data, checkpoint=checkpoint, batch_size=batch_size, max_tokens=max_tokens
-    )
+    depths = parse_loops(loops)
+    how: Any = {"checkpoint": checkpoint, "chunk_tokens": chunk, "batch_size": batch_size, "max_tokens": max_tokens}
+    if prefill == "all":
+        if len(depths) > 1:
+            raise UsageError(f"--loops {loops} with --prefill all: prefills are compared at one depth; give one")
+        result = api.evaluate_prefills(run, depths[0] if depths else None, data, **how)
+        show = print_prefills
+    else:
+        result = api.evaluate(run, depths, data, prefill=prefill, **how)
+        show = print_scores
     if not as_json:
-        rows = [
-            [
-                str(d.loops),
-                f"{d.loss:.4f}",
-                f"{d.bits_per_byte:.4f}",
-                f"[{d.low:.4f}, {d.high:.4f}]",
-                gain(result, d.loops),
-            ]
-            for d in result.by_depth
-        ]
-        print_table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows)
+        show(result)
         say(result.note or f"intervals over {result.n_units} documents, {result.n_bytes:,} bytes")
     print_json(result.to_json())
+    if isinstance(result, api.PrefillsResult):
+        api.keep_prefills(run, result)  # last: where it cannot be written, it has been said
 
 
 @app.command()
@@ -128,6 +151,14 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among so many likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="How a model with a memory reads the prompt: interleaved (as in training; default), exact (token by "
+            "token), iterated, zero.",
+            metavar="NAME",
+        ),
+    ] = None,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,
@@ -136,7 +167,9 @@ def generate(
     from alcoda import api
 
     lm = api.load(run, checkpoint)
-    pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    pieces = lm.stream(
+        prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, prefill=prefill
+    )
     if as_json:
         text = "".join(pieces)
         print_json(

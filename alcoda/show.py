@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,54 @@ def flops(number: float) -> str:
     return f"{number:.0f}"
 
 
-def gain(result: Any, loops: int) -> str:
-    """Bits saved over the shallowest depth of an `EvalResult`, with the interval."""
-    saved = next((g for g in result.gain if g.to_loops == loops), None)
-    return f"{saved.bits_per_byte:+.4f} [{saved.low:+.4f}, {saved.high:+.4f}]" if saved else ""
+def print_scores(result: Any) -> None:
+    """An `EvalResult` as two tables: by depth, and by position in the row."""
+    saved = {g.to_loops: signed(g.bits_per_byte, g.low, g.high) for g in result.gain}
+    rows = [
+        [
+            str(d.loops),
+            f"{d.loss:.4f}",
+            f"{d.bits_per_byte:.4f}",
+            f"[{d.low:.4f}, {d.high:.4f}]",
+            saved.get(d.loops, ""),
+        ]
+        for d in result.by_depth
+    ]
+    how = None if result.prefill is None else f"rows read by {fields(result.prefill)} prefill"
+    how = how and how + (f", {result.chunk_tokens} tokens at a time" if result.chunk_tokens else "")
+    print_table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows, how)
+    head = ["loops", *(f"{p.start}-{p.stop - 1}" for p in result.by_position)]
+    rows = [[str(n), *(f"{p.bits_per_byte[n]:.4f}" for p in result.by_position)] for n in result.bits_per_byte]
+    print_table(head, rows, "bits/byte by the position in its row of the token that it is predicted from")
+
+
+def print_prefills(result: Any) -> None:
+    """A `PrefillsResult` as a table."""
+    rows = []
+    for one in result.by_prefill:
+        cells = [fields(one.prefill)]
+        for bits in (one.whole, one.continuation):
+            cells += [f"{bits.bits_per_byte:.4f} [{bits.low:.4f}, {bits.high:.4f}]"]
+            cells += ["" if bits.gap is None else signed(bits.gap, bits.gap_low, bits.gap_high)]
+        rows.append([*cells, f"{one.read_s:.2f}", f"{one.tokens_per_s:,.0f}"])
+    chunks = f", {result.chunk_tokens} tokens at a time" if result.chunk_tokens else ""
+    print_table(
+        ["prefill", "bits/byte, 95%", "gap to exact", "after a prompt", "gap to exact", "seconds", "tokens/s"],
+        rows,
+        f"at {result.loops} loop{'s' if result.loops != 1 else ''}, {result.batch_size} rows at a time{chunks}; "
+        f"after a prompt: of {result.prompt_tokens} tokens read so, the rest token by token",
+    )
+
+
+def signed(value: float, low: float, high: float) -> str:
+    """A difference with its interval."""
+    return f"{value:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def fields(choice: Mapping[str, Any]) -> str:
+    """A choice in words: its kind, and its other fields."""
+    rest = ", ".join(f"{name} {value}" for name, value in choice.items() if name != "kind")
+    return f"{choice['kind']} ({rest})" if rest else str(choice["kind"])
 
 
 def print_ledger(name: str, one: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
-from alcoda.model.prefill import Prefill, read_rows
+from alcoda.model.prefill import Prefill, Reading, read_rows
 from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun, load_run
 
@@ -71,7 +71,8 @@ class LM:
         rows_BT = ids_BT.to(device)
         rows_BT = rows_BT[None] if ids_BT.dim() == 1 else rows_BT
         with autocast(device, self.loaded.dtype):
-            (y_BTD,) = read_rows(self.model, rows_BT, [loops], self.loaded.prefill(prefill, "exact"))
+            reading = Reading(self.loaded.prefill(prefill, "exact"))
+            (y_BTD,) = read_rows(self.model, rows_BT, [loops], reading)
             logits_BTV = self.model.logits(y_BTD).float()
         return logits_BTV[0] if ids_BT.dim() == 1 else logits_BTV
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from alcoda import progress
-from alcoda.data.config import Splits
-from alcoda.data.corpora import FORMS
-from alcoda.data.prepare import open_corpus, prepare
-from alcoda.data.splits import Stream
-from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.measure.bootstrap import MIN_DOCUMENTS, N_BLOCKS, Interval, paired_gain, ratio_interval
+from alcoda.errors import UsageError
+from alcoda.measure.bootstrap import paired_gain, ratio_interval
+from alcoda.measure.text import Sums, Text, buckets, joined
+from alcoda.model.prefill import Prefill, Reading
 from alcoda.training.load import LoadedRun
 from alcoda.training.score import score
+
+BATCH_ROWS, EXACT_ROWS = 8, 64
+"""Rows scored at a time, and where they are read token by token: a pass over few tokens costs as much as over one."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,38 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class PositionScore:
+    """The tokens that are predicted from positions ``start`` to ``stop`` - 1 of their row: bits per byte by depth."""
+
+    start: int
+    stop: int
+    n_tokens: int
+    n_bytes: int
+    bits_per_byte: dict[int, float]
+
+
+@dataclass(frozen=True)
 class EvalResult:
     """What `evaluate` measured.
 
     Attributes:
         data: a split of the run (``valid``) or a corpus.
         train_step: of the checkpoint.
+        prefill: how rows were read: the kind of prefill and its fields; None where the model has no memory.
+        chunk_tokens: in chunks of so many tokens; None: whole.
         unit: ``documents`` or ``blocks``: what the bootstrap resamples.
         n_units, n_tokens, n_bytes: how much was scored.
         note: what the reader should know of the units, or None.
         by_depth: a score a depth, increasing.
         gain: from the shallowest depth to each other.
+        by_position: up to 8 equal parts of a row; those that hold no text are left out.
         by_source: bits per byte of each source of a mix, by depth.
     """
 
     data: str
     train_step: int
+    prefill: dict[str, Any] | None
+    chunk_tokens: int | None
     unit: str
     n_units: int
     n_tokens: int
@@ -67,6 +83,7 @@ class EvalResult:
     note: str | None
     by_depth: tuple[DepthScore, ...]
     gain: tuple[Gain, ...]
+    by_position: tuple[PositionScore, ...]
     by_source: dict[str, dict[int, float]]
 
     @property
@@ -79,28 +96,14 @@ class EvalResult:
         return {"bits_per_byte": self.bits_per_byte, **asdict(self)}
 
 
-MISSING_SHARE = 0.02
-"""A larger share of the text that no token stands for is told."""
-
-
-@dataclass
-class _Sums:
-    """Nats and bytes by unit of one stream."""
-
-    nats_LU: np.ndarray
-    bytes_U: np.ndarray
-    n_scored: int = 0
-    n_documents: int = 0
-    text_bytes: int = 0
-    cut: bool = False
-
-
 def evaluate(
     run: LoadedRun,
     loops: Sequence[int] = (),
     data: str = "valid",
     *,
-    batch_size: int = 8,
+    prefill: Prefill | str | None = None,
+    chunk_tokens: int | None = None,
+    batch_size: int | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
 ) -> EvalResult:
@@ -110,140 +113,85 @@ def evaluate(
         run: from `alcoda.training.load.load_run`.
         loops: depths; the recipe's ``eval.loops`` where empty.
         data: ``valid`` (also train, calib, probe) or a corpus (``text:PATH`` ...).
-        batch_size: rows scored at a time.
+        prefill: how rows are read where the model has a memory; None: exactly, token by token.
+        chunk_tokens: in chunks of so many tokens; None: whole.
+        batch_size: rows scored at a time; None: `BATCH_ROWS`, or `EXACT_ROWS` where they are read token by token.
         max_tokens: score at most so many tokens of each source.
         seed: of the bootstrap.
 
     Raises:
-        UsageError: a depth that the model does not have, or a corpus that cannot be read.
+        UsageError: a depth or a prefill that the model does not have, or a corpus that cannot be read.
     """
     depths = sorted({run.recipe.model.check_loops(n) for n in (list(loops) or run.recipe.eval.loops)})
-    streams = streams_of(run, data)
-    n_tokens = sum(min(s.n_tokens, max_tokens or s.n_tokens) for s in streams.values())
-    if max_tokens is not None and all(s.n_tokens <= max_tokens for s in streams.values()):
-        max_tokens = None
-    by_documents = all(s.n_documents >= MIN_DOCUMENTS for s in streams.values()) and max_tokens is None
+    reading = run.reading(prefill, chunk_tokens)
+    n_rows = rows_at_a_time(batch_size, is_exact=reading is not None and reading.prefill.is_exact)
+    text = Text.open(run, data, max_tokens)
     sums = {}
-    with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", n_tokens) as advance:
-        for name, stream in streams.items():
-            sums[name] = _sum(run, stream, depths, by_documents, batch_size, max_tokens, advance)
-    told = [note for stream in streams.values() for note in stream.notes]
-    if not run.recipe.model.route.causal_at_eval:
-        told.append("the route looks at the whole text, also at what is predicted: these are not bits of a prediction")
-    return _result(run, data, depths, sums, by_documents, seed, told)
+    with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", text.n_tokens) as advance:
+        for name, stream in text.streams.items():
+            sums[name] = text.sums(stream, len(depths), run.recipe.model.seq_len)
+            for part in score(
+                run.model,
+                stream,
+                run.tokenizer.token_bytes_V,
+                depths,
+                batch_size=n_rows,
+                max_tokens=text.max_tokens,
+                dtype=run.dtype,
+                reading=reading,
+                tell=advance,
+            ):
+                sums[name].add(part)
+    return _result(run, text, reading, depths, sums, seed)
 
 
-def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
-    """The streams of a split of the run's data, or of a corpus, by source."""
-    parts = ("train", *Splits.model_fields)
-    if data in parts:
-        prepared = prepare(run.recipe.data, run.tokenizer)
-        run.run.check_corpora(prepared)
-        return prepared.split(data)
-    if ":" in data or data in FORMS or Path(data).exists():
-        return {data: open_corpus(data, run.tokenizer)}
-    raise UsageError(f"data {data!r}{did_you_mean(data, (*parts, *FORMS))} (a corpus is FORM:PATH, as text:{data})")
-
-
-def _sum(
-    run: LoadedRun,
-    stream: Stream,
-    depths: list[int],
-    by_documents: bool,
-    batch_size: int,
-    max_tokens: int | None,
-    advance: progress.Advance,
-) -> _Sums:
-    n_tokens = stream.n_tokens if max_tokens is None else min(stream.n_tokens, max_tokens)
-    if n_tokens < 2:
-        raise UsageError(f"{stream.name}: {n_tokens} tokens are too few to score; at least 2 are needed")
-    # Units end where a document ends, or are equal shares of the tokens.
-    if by_documents:
-        ends_U = np.array([stream.range_of(i)[1] for i in range(stream.n_documents)])
-    else:
-        ends_U = np.linspace(0, n_tokens, min(N_BLOCKS, n_tokens) + 1).round().astype(int)[1:]
-    sums = _Sums(np.zeros((len(depths), len(ends_U))), np.zeros(len(ends_U)), n_documents=stream.n_documents)
-    sums.text_bytes, sums.cut = stream.n_bytes, n_tokens < stream.n_tokens
-    for part in score(
-        run.model,
-        stream,
-        run.tokenizer.token_bytes_V,
-        depths,
-        batch_size=batch_size,
-        max_tokens=max_tokens,
-        dtype=run.dtype,
-    ):
-        n = len(part.bytes_N)
-        unit_N = np.searchsorted(ends_U, np.arange(part.start, part.start + n), side="right")
-        np.add.at(sums.bytes_U, unit_N, part.bytes_N)
-        for row, nats_N in zip(sums.nats_LU, part.nats_LN, strict=True):
-            np.add.at(row, unit_N, nats_N)
-        sums.n_scored += int((part.bytes_N > 0).sum())
-        advance(n)
-    return sums
+def rows_at_a_time(batch_size: int | None, is_exact: bool) -> int:
+    """``batch_size``, or its default for rows that are read token by token or not."""
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size={batch_size}: at least 1 row")
+    return batch_size or (EXACT_ROWS if is_exact else BATCH_ROWS)
 
 
 def _result(
-    run: LoadedRun,
-    data: str,
-    depths: list[int],
-    sums: dict[str, _Sums],
-    by_documents: bool,
-    seed: int,
-    notes: list[str],
+    run: LoadedRun, text: Text, reading: Reading | None, depths: list[int], sums: Mapping[str, Sums], seed: int
 ) -> EvalResult:
-    nats_LU = np.concatenate([s.nats_LU for s in sums.values()], 1)
-    bytes_U = np.concatenate([s.bytes_U for s in sums.values()])
-    keep_U = bytes_U > 0
-    nats_LU, bytes_U = nats_LU[:, keep_U], bytes_U[keep_U]
-    n_scored = sum(s.n_scored for s in sums.values())
-    if len(bytes_U) < 2:
-        raise UsageError(
-            f"{data}: {n_scored} of its tokens stand for text and have one before them; at least 2 are needed to score"
-        )
-    for n, nats_U in zip(depths, nats_LU, strict=True):
-        if not np.isfinite(nats_U).all():
-            raise RunError(
-                f"the loss at {n} loops is not finite: the model of train step {run.train_step} diverged, or does not "
-                "stand that depth; give other --loops, or another --checkpoint"
-            )
-    intervals = [_interval(ratio_interval, nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
-    gains = [_interval(paired_gain, nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
-    if not by_documents:
-        n_documents = min(s.n_documents for s in sums.values())
-        few = (
-            f"{n_documents} document{'s are' if n_documents != 1 else ' is'} too few"
-            if n_documents < MIN_DOCUMENTS
-            else "only part of it was scored"
-        )
-        notes.append(f"{few}: intervals are over {len(bytes_U)} contiguous blocks of tokens")
-    text_bytes, n_bytes = sum(s.text_bytes for s in sums.values()), int(bytes_U.sum())
-    if abs(n_bytes - text_bytes) > MISSING_SHARE * text_bytes and not any(s.cut for s in sums.values()):
-        notes.append(
-            f"the scored tokens stand for {n_bytes:,} of {text_bytes:,} bytes: the tokenizer does not name all of this "
-            "text, and bits per byte cannot be compared with those of other tokenizers"
-        )
+    nats_LU, bytes_U = joined(sums.values(), depths, text.name, run.train_step)
+    n_scored, n_bytes = sum(s.n_scored for s in sums.values()), int(bytes_U.sum())
+    intervals = [ratio_interval(nats_U, bytes_U, seed=seed) for nats_U in nats_LU]
+    gains = [paired_gain(nats_LU[0], nats_U, bytes_U, seed=seed) for nats_U in nats_LU[1:]]
     return EvalResult(
-        data=data,
+        data=text.name,
         train_step=run.train_step,
-        unit="documents" if by_documents else "blocks",
+        prefill=reading.prefill.model_dump() if reading else None,
+        chunk_tokens=reading.chunk_tokens if reading else None,
+        unit=text.unit,
         n_units=len(bytes_U),
         n_tokens=n_scored,
         n_bytes=n_bytes,
-        note="; ".join(notes) or None,
+        note="; ".join(text.notes(run, len(bytes_U), n_bytes)) or None,
         by_depth=tuple(
             DepthScore(n, float(nats_U.sum()) / n_scored, *interval)
             for n, nats_U, interval in zip(depths, nats_LU, intervals, strict=True)
         ),
         gain=tuple(Gain(depths[0], n, *interval) for n, interval in zip(depths[1:], gains, strict=True)),
-        by_source={
-            name: {
-                n: float(row.sum() / math.log(2) / s.bytes_U.sum()) for n, row in zip(depths, s.nats_LU, strict=True)
-            }
-            for name, s in sums.items()
-        },
+        by_position=_by_position(run.recipe.model.seq_len, depths, list(sums.values())),
+        by_source={name: _bits(depths, s.nats_LU.sum(1), s.bytes_U.sum()) for name, s in sums.items()},
     )
 
 
-def _interval(function: Any, *arrays: np.ndarray, seed: int) -> Interval:
-    return function(*arrays, seed=seed)
+def _by_position(seq_len: int, depths: list[int], sums: Sequence[Sums]) -> tuple[PositionScore, ...]:
+    ends_P = buckets(seq_len).tolist()
+    nats_LP, bytes_P, scored_P = (
+        np.sum([getattr(s, name) for s in sums], 0) for name in ("nats_LP", "bytes_P", "scored_P")
+    )
+    return tuple(
+        PositionScore(
+            ends_P[p], ends_P[p + 1], int(scored_P[p]), int(bytes_P[p]), _bits(depths, nats_LP[:, p], bytes_P[p])
+        )
+        for p in range(len(bytes_P))
+        if bytes_P[p]
+    )
+
+
+def _bits(depths: list[int], nats_L: np.ndarray, n_bytes: float) -> dict[int, float]:
+    return {n: float(nats / math.log(2) / n_bytes) for n, nats in zip(depths, nats_L, strict=True)}

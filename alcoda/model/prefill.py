@@ -6,13 +6,15 @@ without memory reads a chunk in one pass, whatever the choice here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from alcoda.config import Choice, PositiveFloat, PositiveInt
+from alcoda.errors import UsageError
 from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import KeyStore, Store
 from alcoda.model.lm import RecurrentLM
@@ -100,18 +102,68 @@ def prefills() -> dict[str, Prefill]:
     return {kind: choice for kind, choice in made.items() if isinstance(choice, Prefill)}
 
 
+EXACT_TOKENS = 32
+"""Tokens that are read one by one before progress is told: chunks change nothing in what is read so."""
+
+Tell = Callable[[float], None]
+"""Takes how many more tokens of each row have been read; of a model that is read at several depths, at all of them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a text are read, where the model has a memory.
+
+    Attributes:
+        prefill: how the memories of a chunk are found.
+        chunk_tokens: length of a chunk; None: all that ``prefill`` reads is one.
+        prompt_tokens: of each row ``prefill`` reads so many, and the rest is read token by token, as decoding would;
+            None: it reads all of them.
+    """
+
+    prefill: Prefill
+    chunk_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise UsageError(f"chunk of {self.chunk_tokens} tokens: at least 1; leave it out to read rows whole")
+
+    def chunks(self, n_tokens: int) -> Iterator[tuple[slice, Prefill]]:
+        """The parts of rows of ``n_tokens``, in order, and how each is read."""
+        n_prompt = n_tokens if self.prompt_tokens is None else min(self.prompt_tokens, n_tokens)
+        whole = EXACT_TOKENS if self.prefill.is_exact else n_tokens
+        for first in range(0, n_prompt, self.chunk_tokens or whole):
+            yield slice(first, min(first + (self.chunk_tokens or whole), n_prompt)), self.prefill
+        for first in range(n_prompt, n_tokens, EXACT_TOKENS):
+            yield slice(first, min(first + EXACT_TOKENS, n_tokens)), ExactPrefill()
+
+
 def read_rows(
-    model: RecurrentLM, ids_BT: Tensor, loops: Sequence[int], prefill: Prefill | None = None
+    model: RecurrentLM,
+    ids_BT: Tensor,
+    loops: Sequence[int],
+    reading: Reading | None = None,
+    tell: Tell = lambda n_tokens: None,
 ) -> Iterator[Tensor]:
     """What the head reads at every token of whole rows, ``y_BTD``, at each of the increasing depths ``loops``.
 
     Args:
-        prefill: how rows are read where the model has a memory; None: exactly. Memories of one depth are not those of
+        reading: how rows are read where the model has a memory; None: exactly. Memories of one depth are not those of
             another, so each depth is then a run of its own.
+        tell: is told of progress.
     """
+    n_tokens = ids_BT.size(1)
     if not model.config.memory.carries:
-        return (readout.y_BTD for readout in model.readouts(ids_BT, loops))
-    return (Reader(model, n_loops, ids_BT.size(1)).read(ids_BT, prefill) for n_loops in loops)
+        for readout in model.readouts(ids_BT, loops):
+            yield readout.y_BTD
+            tell(n_tokens / len(loops))
+        return
+    for n_loops in loops:
+        reader, parts = Reader(model, n_loops, n_tokens), []
+        for tokens, prefill in (reading or Reading(ExactPrefill())).chunks(n_tokens):
+            parts.append(reader.read(ids_BT[:, tokens], prefill))
+            tell((tokens.stop - tokens.start) / len(loops))
+        yield torch.cat(parts, 1)
 
 
 class Reader:
@@ -210,7 +262,7 @@ class Chunk:
         """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now."""
         memory_BTD = self._memories()
         if self.reader.store.pos_BS is None:
-            index_K = torch.arange((first - self.start) % stride, self.n_tokens, stride, device=memory_BTD.device)
+            index_K = torch.arange(self.n_tokens, device=memory_BTD.device)[(first - self.start) % stride :: stride]
             if not len(index_K):
                 return
             store = Again(self.reader.store, self.start + index_K)

@@ -9,13 +9,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import inside, record, results
+from alcoda.report import inside, prefills, record, results
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
 
 _PARTS = {
     "training": "Training",
     "depth": "Depth",
+    "prefill": "Prefill",
     "loops": "Loops",
     "cost": "Cost",
     "samples": "Samples",
@@ -52,15 +53,17 @@ def render(runs: Sequence[Run]) -> str:
     """The page as HTML text. Raises `UsageError` where matplotlib is missing."""
     style = files("alcoda.report").joinpath("page.css").read_text(encoding="utf-8")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    has_loops = any(run.inside for run in runs)
-    parts = {key: name for key, name in _PARTS.items() if key != "loops" or has_loops}
+    # Parts that not every run has.
+    there = {"loops": any(run.inside for run in runs), "prefill": any(run.prefills for run in runs)}
+    parts = {key: name for key, name in _PARTS.items() if there.get(key, True)}
     links = "\n".join(f'<a href="#{key}">{name}</a>' for key, name in parts.items())
     body = [
         results.headline(runs),
         f'<nav aria-label="Sections">\n{links}\n</nav>',
         results.training(runs),
         results.depth(runs),
-        *([inside.loops(runs)] if has_loops else []),
+        *([prefills.prefill(runs)] if there["prefill"] else []),
+        *([inside.loops(runs)] if there["loops"] else []),
         results.cost(runs),
         record.samples(runs),
         record.config(runs),

@@ -12,6 +12,7 @@ import numpy as np
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.fields import Fields, load, objects
+from alcoda.report.prefills import Prefills, read_prefills
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,21 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class PositionPoint:
+    """Bits per byte, by loops, of the tokens that are predicted from positions ``start`` to ``stop`` - 1 of a row."""
+
+    start: int
+    stop: int
+    bits_per_byte: dict[int, float]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The final evaluation: ``n_units`` of ``unit`` ("documents" or "blocks") were resampled for the intervals."""
 
     data: str
+    train_step: int | None
+    prefill: str
     unit: str
     n_units: int
     n_tokens: int
@@ -107,6 +119,7 @@ class Evaluation:
     note: str
     by_depth: tuple[DepthPoint, ...]
     gain: tuple[Gain, ...]
+    by_position: tuple[PositionPoint, ...]
     bigram_bits_per_byte: float | None
 
 
@@ -134,6 +147,7 @@ class Run:
     valid: tuple[ValidPoint, ...]
     inside: tuple[LoopPoint, ...]
     evaluation: Evaluation | None
+    prefills: Prefills | None
     samples: tuple[Sample, ...]
     last: Fields
     notes: tuple[str, ...] = ()
@@ -214,6 +228,7 @@ def read_run(folder: Path) -> Run:
         valid=_valid([line for line in lines if line.text("type") == "eval"]),
         inside=_inside([line for line in lines if line.text("type") == "diagnostics"]),
         evaluation=_evaluation(folder / "eval.json"),
+        prefills=read_prefills(folder / "prefills.json"),
         samples=_samples(folder / "samples.json"),
         last=last,
         notes=notes,
@@ -333,8 +348,18 @@ def _evaluation(path: Path) -> Evaluation | None:
         )
         for gain in data.children("gain")
     ]
+    positions = [
+        PositionPoint(
+            start=part.integer("start"),
+            stop=part.integer("stop"),
+            bits_per_byte=_by_loops(part.child("bits_per_byte")),
+        )
+        for part in data.children("by_position")
+    ]
     return Evaluation(
         data=data.text("data", "valid"),
+        train_step=data.integer("train_step") if "train_step" in data else None,
+        prefill=data.child("prefill").text("kind"),
         unit=data.text("unit", "documents"),
         n_units=data.integer("n_units"),
         n_tokens=data.integer("n_tokens"),
@@ -342,8 +367,16 @@ def _evaluation(path: Path) -> Evaluation | None:
         note=data.text("note"),
         by_depth=tuple(sorted(points, key=lambda point: point.loops)),
         gain=tuple(gains),
+        by_position=tuple(positions),
         bigram_bits_per_byte=data.maybe_number("bigram_bits_per_byte"),
     )
+
+
+def _by_loops(data: Fields) -> dict[int, float]:
+    for key in data.data:
+        if not key.isdecimal():
+            raise RunError(f"{data.where}: {key!r} has to be a number of loops")
+    return {int(key): data.number(key) for key in data.data}
 
 
 def _samples(path: Path) -> tuple[Sample, ...]:

@@ -25,6 +25,7 @@ from alcoda.report.markup import (
     section,
     table,
 )
+from alcoda.report.positions import positions
 from alcoda.report.read import Evaluation, Gain, Ledger, Run
 
 _ENOUGH_BITS = 0.002
@@ -168,7 +169,7 @@ def _drawn_from(runs: Sequence[Run]) -> str:
 
 
 def depth(runs: Sequence[Run]) -> str:
-    """Bits per byte against depth: figure, table, gains, and what was evaluated."""
+    """Bits per byte against depth: figure, table, gains, and what was evaluated; and over the position in the row."""
     known = [(run, run.evaluation) for run in runs if run.evaluation]
     if not known:
         return section("depth", "Bits per byte by depth", note(_NO_EVALUATION))
@@ -180,7 +181,9 @@ def depth(runs: Sequence[Run]) -> str:
     tables = _depth_table(known) + (gains if len(known) == 1 else "")
     beside = f'<div class="split">\n{drawn}\n<div>{tables}</div>\n</div>'
     below = gains if len(known) > 1 else ""
-    return section("depth", "Bits per byte by depth", *_evaluated(known), *_reading(known), beside, below)
+    return section(
+        "depth", "Bits per byte by depth", *_evaluated(known), *_reading(known), beside, below, positions(runs)
+    )
 
 
 def _reading(known: Sequence[tuple[Run, Evaluation]]) -> list[str]:
@@ -209,6 +212,7 @@ def _evaluated(known: Sequence[tuple[Run, Evaluation]]) -> list[str]:
             f"Evaluated on {evaluation.data}: {evaluation.n_units:,} {evaluation.unit}, "
             f"{evaluation.n_tokens:,} tokens, {evaluation.n_bytes:,} bytes. "
             f"Intervals resample the {evaluation.unit}; gains pair them."
+            + (f" Rows were read by {evaluation.prefill} prefill." if evaluation.prefill else "")
         )
         said.setdefault((what, evaluation.note), []).append(run.label)
     parts = []

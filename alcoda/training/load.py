@@ -11,7 +11,7 @@ import torch
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.prefill import Prefill, prefills
+from alcoda.model.prefill import Prefill, Reading, prefills
 from alcoda.training import checkpoint
 from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.recipe import Recipe
@@ -42,12 +42,33 @@ class LoadedRun:
         """How rows are read where the model has a memory: a choice or its name; ``otherwise`` where None.
 
         Raises:
-            UsageError: no such choice.
+            UsageError: no such choice; or one named for a model without memory, other than exact and ``otherwise``.
         """
         found = choice if isinstance(choice, Prefill) else prefills().get(choice or otherwise)
         if found is None:
             raise UsageError(f"prefill {choice!r}{did_you_mean(str(choice), prefills())}")
+        if not self.recipe.model.memory.carries and not found.is_exact and found.kind != otherwise:
+            raise UsageError(
+                f"prefill {found.kind!r}: this model has no memory (model.memory), so one pass reads a text exactly; "
+                "leave prefill out"
+            )
         return found.resolve(self.recipe.passes.prefill_subsets())
+
+    def reading(self, prefill: Prefill | str | None, chunk_tokens: int | None) -> Reading | None:
+        """How text is read to be scored, exactly where nothing is named; None where the model has no memory.
+
+        Raises:
+            UsageError: as `prefill`; a chunk of no tokens, or chunks named for a model without memory.
+        """
+        found = Reading(self.prefill(prefill, "exact"), chunk_tokens)
+        if self.recipe.model.memory.carries:
+            return found
+        if chunk_tokens is not None:
+            raise UsageError(
+                f"chunk of {chunk_tokens} tokens: this model has no memory (model.memory), so chunks would change "
+                "nothing; leave the chunk out"
+            )
+        return None
 
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:

@@ -5,7 +5,8 @@ run.json           versions, commit, seeds, machine, data, ledger, state of the 
 metrics.jsonl      a line a logged step, a line a validation
 tokenizer.json
 checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
-eval.json, samples.json, report.html        (by the commands of these names)
+eval.json, samples.json, report.html        (by alcoda report)
+prefills.json      (by alcoda eval --prefill all)
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ RUN_FILES = (
     "checkpoints",
     "eval.json",
     "metrics.jsonl",
+    "prefills.json",
     "recipe.yaml",
     "report.html",
     "run.json",
@@ -72,6 +74,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.eval_json = self.path / "eval.json"
         self.samples_json = self.path / "samples.json"
+        self.prefills_json = self.path / "prefills.json"
         self.report = self.path / "report.html"
 
     @property

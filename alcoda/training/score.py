@@ -6,6 +6,7 @@ scored once. End-of-text tokens stand for no bytes of text and are not scored (t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from alcoda.data.splits import Stream
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.prefill import Prefill, read_rows
+from alcoda.model.prefill import Reading, Tell, read_rows
 from alcoda.training.device import autocast
 
 LOGIT_ROWS = 2048
@@ -29,11 +30,13 @@ class Scored(NamedTuple):
         start: place of the first in the text.
         nats_LN: natural-log loss of each, a row a depth; 0 where a token is not scored.
         bytes_N: bytes of text that each stands for; 0 where it is not scored.
+        read_s: seconds that reading them took, at all depths, the head left out.
     """
 
     start: int
     nats_LN: np.ndarray
     bytes_N: np.ndarray
+    read_s: float = 0.0
 
 
 @torch.no_grad()
@@ -46,12 +49,14 @@ def score(
     batch_size: int = 8,
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
-    prefill: Prefill | None = None,
+    reading: Reading | None = None,
+    tell: Tell = lambda n_tokens: None,
 ) -> Iterator[Scored]:
     """Score a stream, batch by batch; the model is in evaluation mode meanwhile.
 
     Args:
-        prefill: how rows are read where the model has a memory; None: token by token.
+        reading: how rows are read where the model has a memory; None: token by token.
+        tell: is told how many more tokens of the stream are read, at all depths.
     """
     seq_len, device = model.config.seq_len, model.embed.weight.device
     n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
@@ -68,14 +73,29 @@ def score(
             inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
             target_N = tokens[1:].to(device)
             with autocast(device, dtype):
-                rows = [
-                    _nats(model, y_BTD.flatten(0, 1)[:n], target_N)
-                    for y_BTD in read_rows(model, inputs_BT, loops, prefill)
-                ]
+                # Of the columns of a row that is padded, the text's share is what counts as read.
+                share = n / inputs_BT.size(1)
+                ys = read_rows(model, inputs_BT, loops, reading, lambda n_tokens, share=share: tell(n_tokens * share))
+                rows, read_s = [], 0.0
+                for y_BTD, seconds in _timed(ys, device):
+                    rows.append(_nats(model, y_BTD.flatten(0, 1)[:n], target_N))
+                    read_s += seconds
             bytes_N = token_bytes_V[tokens[1:].numpy()]
-            yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N)
+            yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N, read_s)
     finally:
         model.train(was_training)
+
+
+def _timed(ys: Iterator[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each with the seconds that making it took."""
+    while True:
+        began = time.perf_counter()
+        y_BTD = next(ys, None)
+        if y_BTD is None:
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield y_BTD, time.perf_counter() - began
 
 
 def _nats(model: RecurrentLM, y_ND: torch.Tensor, target_N: torch.Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from alcoda import progress
 from alcoda.errors import UsageError
+from alcoda.model.prefill import Reading
 from alcoda.training.diagnose import diagnose
 from alcoda.training.score import score
 
@@ -31,7 +32,7 @@ def validation(trainer: Trainer) -> tuple[list[dict[str, Any]], float]:
             batch_size=config.batch_size,
             max_tokens=config.tokens,
             dtype=trainer.dtype,
-            prefill=config.prefill,
+            reading=Reading(config.prefill),
         ):
             nats_L += scored.nats_LN.sum(1)
             n_bytes += int(scored.bytes_N.sum())

@@ -163,8 +163,20 @@ def make_run(
         point = {"loops": loops, "loss": bits * 2.1, "bits_per_byte": bits, "low": bits - width, "high": bits + width}
         by_depth.append(point)
     gain = by_depth[0]["bits_per_byte"] - by_depth[3]["bits_per_byte"]
+    by_position = [
+        {
+            "start": 32 * part,
+            "stop": 32 * part + 32,
+            "n_tokens": 37_659,
+            "n_bytes": 125_154,
+            "bits_per_byte": {str(p["loops"]): p["bits_per_byte"] + 0.3 * 0.5**part - 0.075 for p in by_depth},
+        }
+        for part in range(8)
+    ]
     evaluation = {
         "data": "valid",
+        "train_step": steps,
+        "prefill": None,
         "unit": "documents",
         "n_units": 31,
         "n_tokens": 301_277,
@@ -175,6 +187,7 @@ def make_run(
             {"from_loops": 1, "to_loops": 8, "bits_per_byte": gain, "low": gain - 0.011, "high": gain + 0.012},
             {"from_loops": 8, "to_loops": 24, "bits_per_byte": -0.006, "low": -0.011, "high": -0.001},
         ],
+        "by_position": by_position,
         "bigram_bits_per_byte": 2.874,
     }
     (folder / "eval.json").write_text(json.dumps(evaluation))
@@ -191,4 +204,42 @@ def make_run(
         for loops, text in texts.items()
     ]
     (folder / "samples.json").write_text(json.dumps(samples))
+    return folder
+
+
+def add_prefills(folder: Path, **changed: Any) -> Path:
+    """What ``alcoda eval --prefill all`` leaves in a run folder."""
+    gaps = {"exact": None, "zero": 0.031, "interleaved": 0.004, "iterated": -0.0002}
+    fields: dict[str, dict[str, Any]] = {
+        "interleaved": {"subsets": 2},
+        "iterated": {"tolerance": 0.01, "max_passes": 8},
+    }
+
+    def bits(gap: float | None) -> dict[str, Any]:
+        value = 1.7 + (gap or 0)
+        ends = {"gap_low": None, "gap_high": None} if gap is None else {"gap_low": gap - 1e-3, "gap_high": gap + 1e-3}
+        return {"bits_per_byte": value, "low": value - 0.02, "high": value + 0.02, "gap": gap, **ends}
+
+    found = {
+        "data": "valid",
+        "train_step": json.loads((folder / "eval.json").read_text())["train_step"],
+        "loops": 8,
+        "chunk_tokens": None,
+        "prompt_tokens": 128,
+        "batch_size": 64,
+        "n_tokens": 301_277,
+        "note": None,
+        "by_prefill": [
+            {
+                "name": name,
+                "prefill": {"kind": name, **fields.get(name, {})},
+                "whole": bits(gap),
+                "continuation": bits(gap and gap / 4),
+                "read_s": 40.0 if gap is None else 2.5,
+                "tokens_per_s": 7_500.0 if gap is None else 120_000.0,
+            }
+            for name, gap in gaps.items()
+        ],
+    }
+    (folder / "prefills.json").write_text(json.dumps(found | changed))
     return folder

@@ -266,7 +266,7 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     assert all(f">loop {loop}</text>" in by_step for loop in (1, 2, 4, 8, 9)) and ">loop 3</text>" not in by_step
     page = write_report([run], tmp_path / "out.html").read_text()
     assert '<a href="#loops">Loops</a>' in page and '<section id="loops"' in page
-    assert page.count("<figure>") == 7 + 4 and "State size by loop" in page and "route.<share>" not in page
+    assert page.count("<figure>") == 8 + 4 and "State size by loop" in page and "route.<share>" not in page
 
 
 def test_two_runs_are_compared_at_their_last_loop(tmp_path: Path) -> None:

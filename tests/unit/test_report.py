@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import HOSTILE, make_run
+from fake_run import HOSTILE, add_prefills, make_run
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.curves import loss_figure, smooth, thin
 from alcoda.report.figures import depth_figure
 from alcoda.report.markup import duration, esc, human
 from alcoda.report.page import write_report
+from alcoda.report.positions import lines, positions
 from alcoda.report.read import read_run, read_runs
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
@@ -95,7 +96,8 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
         return f'<svg role="img" aria-label="{esc(label)}"></svg>'
 
     monkeypatch.setattr("alcoda.report.curves.draw", blank)
-    monkeypatch.setattr("alcoda.report.figures.draw", blank)
+    for module in ("figures", "positions", "prefills"):
+        monkeypatch.setattr(f"alcoda.report.{module}.draw", blank)
 
 
 def edit(folder: Path, name: str, **changed: Any) -> None:
@@ -115,8 +117,8 @@ def test_one_run_shows_every_section(run: Path, whole: tuple[str, Page]) -> None
         "config",
         "provenance",
     ]
-    # Loss, two validation sources, loops, speed, depth, cost.
-    assert len(page.all("svg")) == 7
+    # Loss, two validation sources, loops, speed, depth, position, cost.
+    assert len(page.all("svg")) == 8
     assert "elastic-10m" in words
     assert "1.726" in words, "the headline is the result at the training mean"
     at_mean = json.loads((run / "eval.json").read_text())["by_depth"][3]
@@ -169,12 +171,55 @@ def test_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
     assert len(rows) == 2
     assert "1.726" in rows[0] and "1.666" in rows[1]
     assert "1.23 M" in rows[1], "tokens seen of the second run"
-    assert len(page.all("svg")) == 7, "both runs share the plots"
+    assert len(page.all("svg")) == 8, "both runs share the plots"
     for svg in page.all("svg"):
         label = svg["aria-label"] or ""
         assert "elastic-10m" in label and "elastic-add" in label
     assert "-  recurrence: {inject: concat" in words.replace("- recurrence", "-  recurrence")
     assert "inject: add" in words
+
+
+def test_bits_by_position(run: Path, tmp_path: Path) -> None:
+    first = read_run(run)
+    assert first.evaluation is not None
+    assert [line.label for line in lines([first])] == ["1 loop", "8 loops", "24 loops"]
+    other = make_run(tmp_path / "other", name="other", better=0.05, steps=20)
+    both = lines([first, read_run(other)])
+    assert [line.label for line in both] == ["elastic-10m, 8 loops", "other, 8 loops"]
+    _, page = report(tmp_path, run, other)
+    (label,) = [svg["aria-label"] for svg in page.all("svg") if "position" in str(svg["aria-label"])]
+    here = first.evaluation.by_position
+    assert f"elastic-10m, 8 loops: from {here[0].bits_per_byte[8]:.3f} at the beginning" in str(label)
+    assert "224 to 255" in page.text
+    # A run that was evaluated before positions were has none, and the page does without.
+    edit(other, "eval.json", by_position=None, train_step=None)
+    assert positions([read_run(other)]) == "" and lines([first, read_run(other)]) == both[:1]
+
+
+def test_prefills_are_shown_where_they_were_measured(run: Path, tmp_path: Path) -> None:
+    folder = add_prefills(make_run(tmp_path / "memory", name="memory", steps=20))
+    edit(folder, "eval.json", prefill={"kind": "exact"})
+    _, page = report(tmp_path, folder, run)
+    words = " ".join(" ".join(page.text).split())
+    assert "prefill" in [attrs["id"] for attrs in page.all("section")] and {"href": "#prefill"} in page.all("a")
+    (label,) = [str(svg["aria-label"]) for svg in page.all("svg") if "exact prefill" in str(svg["aria-label"])]
+    assert "memory. zero: 0.0310, after a prompt 0.0077; interleaved (subsets 2): 0.0040" in label.replace(
+        "0.0078", "0.0077"
+    )
+    for said in (
+        "0.0300 to 0.0320",
+        "iterated (tolerance 0.01, max_passes 8)",
+        "120 k",
+        "Rows were read by exact prefill",
+    ):
+        assert said in words
+    assert "Measured at train step" not in words
+    edit(folder, "prefills.json", train_step=7, chunk_tokens=16, note="Of part of it.")
+    words = "".join(report(tmp_path, folder)[1].text)
+    assert "Measured at train step 7, the evaluation at 20" in words
+    assert "read 16 tokens at a time" in words and "Of part of it." in words
+    edit(folder, "prefills.json", by_prefill=[])
+    report(tmp_path, folder)
 
 
 def test_legend_of_many_runs_does_not_squeeze_the_plot(run: Path) -> None:
@@ -317,6 +362,14 @@ def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
         ("run.json", '{"seeds": 3}', "seeds: an object is needed, not 3"),
         ("eval.json", '{"n_units": true}', "n_units has to be a number, not True"),
         ("eval.json", '{"n_units": 1.5}', "n_units has to be a whole number"),
+        ("eval.json", '{"n_units": 1, "n_tokens": 1, "n_bytes": 1, "by_position": 3}', "by_position has to be a list"),
+        (
+            "eval.json",
+            '{"by_position": [{"start": 0, "stop": 1, "bits_per_byte": {"one": 2}}]}',
+            "'one' has to be a number of loops",
+        ),
+        ("prefills.json", '{"train_step": 1}', r"prefills\.json: loops is missing"),
+        ("prefills.json", "[]", r"prefills\.json: an object is needed"),
         ("samples.json", "{}", "a list is needed"),
         ("samples.json", '[{"prompt": "a"}]', r"samples\.json\[0\]: loops is missing"),
     ],
