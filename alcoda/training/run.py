@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "data.valid",
     "description",
     "eval.batch_size",
+    "parallel",
     "source",
     "track",
     "train.checkpoint_every",

@@ -45,14 +45,23 @@ def score(
     batch_size: int = 8,
     max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Scored]:
-    """Score a stream, batch by batch; the model is in evaluation mode meanwhile."""
+    """Score a stream, batch by batch; the model is in evaluation mode meanwhile.
+
+    Args:
+        share: (r, n): of every n batches only the r-th (0-based), for n processes that score a text together. Each of
+            them runs the model as often: one that has no batch left runs its last again and gives nothing.
+    """
     seq_len, device = model.config.seq_len, model.embed.weight.device
     n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
     was_training = model.training
     model.eval()
     try:
-        for start in range(0, n_tokens - 1, batch_size * seq_len):
+        starts = range(0, n_tokens - 1, batch_size * seq_len)
+        rank, n_shares = share
+        for i in range(rank, -(-len(starts) // n_shares) * n_shares, n_shares):
+            start = starts[min(i, len(starts) - 1)]
             stop = min(start + batch_size * seq_len, n_tokens - 1)
             tokens = torch.from_numpy(stream.read(start, stop + 1).astype(np.int64))
             n = stop - start
@@ -63,6 +72,8 @@ def score(
             target_N = tokens[1:].to(device)
             with autocast(device, dtype):
                 rows = [_nats(model, r.y_BTD.flatten(0, 1)[:n], target_N) for r in model.readouts(inputs_BT, loops)]
+            if i >= len(starts):
+                continue
             bytes_N = token_bytes_V[tokens[1:].numpy()]
             yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N)
     finally:
