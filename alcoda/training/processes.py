@@ -6,6 +6,7 @@ that a lost peer is noticed the same way on every device.
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -162,14 +163,14 @@ def joined(device: torch.device, timeout_s: float) -> Generator[Processes]:
                 f"{torch.cuda.device_count()} GPUs: lower --nproc-per-node, or set train.device to cpu"
             )
         torch.cuda.set_device(place.local_rank)
-    began = not dist.is_initialized()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        if began:
+        if not dist.is_initialized():
             # Short messages are on the CPU, whatever the device.
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=timedelta(seconds=timeout_s)
-            )
+            both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+            dist.init_process_group(both, timeout=timedelta(seconds=timeout_s))
+            # Once, and for as long as the process lives: torch's processes meet a second time at stale addresses.
+            atexit.register(_leave)
         patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
         processes = Processes(dist.get_rank(), dist.get_world_size(), backend, patient)
     except RuntimeError as error:
@@ -179,14 +180,16 @@ def joined(device: torch.device, timeout_s: float) -> Generator[Processes]:
             f"rank {place.rank} did not meet the other {place.world_size - 1} processes within {timeout_s:g} s "
             f"({str(error).splitlines()[0]}): look at torchrun's --rdzv-endpoint, and that all of them were started"
         ) from error
-    well = False
     try:
         yield processes
         with suppress(RuntimeError):
             processes.gather(None)  # who leaves first would look lost to who is still at it
-        well = True
-    finally:
-        # NCCL waits, when it is taken down, for what is under way; after a failure that may never come.
-        if began and (well or backend == "gloo"):
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
+    except BaseException:
+        # NCCL waits, when it is taken down, for what is under way, and after a failure that may never come.
+        atexit.unregister(_leave)
+        raise
+
+
+def _leave() -> None:
+    with suppress(RuntimeError, AssertionError):
+        dist.destroy_process_group()
