@@ -68,12 +68,27 @@ def counting(path: Path) -> Any:
     return patch.object(Trainer, "_step", counted)
 
 
+def resaving() -> Any:
+    """Writes what was restored once more, beside the run's checkpoints: RUN/resaved."""
+    restore = Trainer.restore
+
+    def restored(self: Trainer, path: Path) -> None:
+        restore(self, path)
+        saved, self.saved_step, checkpoints = self.saved_step, None, self.run.checkpoints
+        self.run.checkpoints = self.run.path / "resaved"
+        self._save()
+        self.saved_step, self.run.checkpoints = saved, checkpoints
+
+    return patch.object(Trainer, "restore", restored)
+
+
 def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         with ExitStack() as held:
             for one in faults().get(job.get("fault", ""), ()):
                 held.enter_context(one)
             held.enter_context(counting(Path(job["count"])) if "count" in job else nullcontext())
+            held.enter_context(resaving() if job.get("resave") else nullcontext())
             alcoda.train(validate(Recipe, job["recipe"]), job["out"], job.get("resume", False))
 
 
