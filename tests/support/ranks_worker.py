@@ -17,6 +17,7 @@ import alcoda
 from alcoda import launch
 from alcoda.config import validate
 from alcoda.depth.plan import Depth
+from alcoda.training import optim
 from alcoda.training.loop import Trainer
 from alcoda.training.parallel import Replicated
 from alcoda.training.recipe import Recipe
@@ -28,7 +29,13 @@ def faults() -> dict[str, list[Any]]:
     """Ways to do it wrong, which the comparison with one process has to see."""
     draw = Depth.draw
 
+    change = optim._orthogonal_change
+
+    def of_parts(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return torch.cat([change(part, group) for part in update.chunk(N)])
+
     return {
+        "muon_of_parts": [patch.object(optim, "_orthogonal_change", of_parts)],
         "depth_of_rank": [patch.object(Depth, "draw", lambda self, seed, *rest: draw(self, seed + RANK, *rest))],
         "unsynced": [patch.object(Replicated, "micro_batch", lambda self, is_last: self.ddp.no_sync())],
     }
