@@ -92,6 +92,16 @@ def test_a_lost_peer_ends_the_other(tmp_path: Path, started: Any, share: str, ki
 
 
 @pytest.mark.slow
+def test_a_peer_that_does_not_answer_is_lost_too(tmp_path: Path, started: Any) -> None:
+    run = tmp_path / "run"
+    processes = pair(started, write_recipe(tmp_path, parallel={"kind": "ddp", "timeout_s": 5}), run)
+    until(lambda: bool(checkpoint.listed(run / "checkpoints")), processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    _, said = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 1 and "error: rank 0 of 2 lost a peer" in said, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "to"), [("ddp", 1), ("fsdp", 0)])
 def test_a_signal_to_one_stops_all_and_nothing_is_lost(tmp_path: Path, started: Any, share: str, to: int) -> None:
     steps, straight, run = 100, tmp_path / "straight", tmp_path / "run"
@@ -136,7 +146,7 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"train": {"batch_size": 9}}, "train.batch_size=9 rows do not go evenly over 2 processes"),
         (
-            {"train": {"batch_size": 8, "micro_batches": 8}},
+            {"train": {"micro_batches": 8}},
             r"train.micro_batches=8 must divide the 4 rows .*\[1, 2, 4\]",
         ),
         ({"parallel": "fsdp", "train": {"compile": True}}, "train.compile with parallel 'fsdp'"),
