@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from alcoda import launch
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
@@ -54,6 +55,12 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
+    command, many = context.invoked_subcommand, launch.place().world_size
+    if many > 1 and command != "train":
+        raise UsageError(
+            f"alcoda {command} is for one process, and torchrun started {many}: only train shares its work. Run "
+            f"alcoda {command} without torchrun"
+        )
     if threads is not None and context.resilient_parsing is False:
         import torch
 
@@ -74,13 +81,15 @@ def train(
     ] = None,
     plugin: Plugin = None,
 ) -> None:
-    """Train a recipe. Ctrl-C saves a checkpoint; --resume goes on, to the bit."""
+    """Train a recipe. Ctrl-C saves a checkpoint; --resume goes on, to the bit. Many processes: torchrun -m alcoda."""
     from alcoda import api
 
     loaded = api.load_recipe(recipe, settings or (), overlays or ())
     if init is not None:
         loaded = loaded.model_copy(update={"init_from": {"run": str(init)}})
     result = api.train(loaded, out or Path("runs") / loaded.name, resume)
+    if not launch.is_main():
+        return
     if result.status == "stopped":
         say(
             f"stopped at step {result.train_step}, all saved; go on with: "
@@ -393,7 +402,9 @@ def main() -> None:
     except (UsageError, RunError) as error:
         if debug:
             raise
-        say(f"error: {error}")
+        # What was asked wrongly is the same for every process of a run: the main one says it.
+        if not error.is_said and (launch.is_main() or isinstance(error, RunError)):
+            say(f"error: {error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output is gone (| head): not an error of ours. Python would complain once more at exit.

@@ -13,6 +13,8 @@ class UsageError(ValueError):
     """
 
     exit_code = 2
+    is_said = False
+    """Whether another process of the run tells the user."""
 
 
 class RunError(RuntimeError):
@@ -22,6 +24,8 @@ class RunError(RuntimeError):
     """
 
     exit_code = 1
+    is_said = False
+    """Whether another process of the run tells the user."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -1,4 +1,7 @@
-"""One progress bar for everything that takes more than two seconds. It goes to stderr: stdout stays for programs."""
+"""One progress bar for everything that takes more than two seconds. It goes to stderr: stdout stays for programs.
+
+Of many processes of one run, the main one speaks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from alcoda import launch
 
 PLAIN_EVERY_S = 15.0
 """Without a terminal (a log file, CI) one line at most this often."""
@@ -24,6 +29,9 @@ class Advance(Protocol):
 @contextmanager
 def bar(description: str, total: float | None, done: float = 0) -> Generator[Advance]:
     """A bar of ``total`` units (None: a spinner) of which ``done`` are done already."""
+    if not launch.is_main():
+        yield _silent
+        return
     if not sys.stderr.isatty():
         yield _plain(description, total, done)
         return
@@ -46,7 +54,12 @@ def bar(description: str, total: float | None, done: float = 0) -> Generator[Adv
 
 def say(text: str) -> None:
     """A line for the user, beside the bars."""
-    print(text, file=sys.stderr, flush=True)
+    if launch.is_main():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _silent(n: float = 1, note: str = "") -> None:
+    pass
 
 
 def _plain(description: str, total: float | None, done: float) -> Advance:

@@ -69,6 +69,13 @@ class Fields:
         """The list at ``key`` as strings."""
         return tuple(str(item) for item in self._get(key, list, "a list") or [])
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The list of numbers at ``key``, empty where it is absent."""
+        items = self._get(key, list, "a list of numbers") or []
+        if not all(isinstance(item, int | float) for item in items):
+            raise RunError(f"{self.where}: {key} has to be a list of numbers, not {_shown(items)}")
+        return tuple(float(item) for item in items)
+
     def plain(self) -> dict[str, str]:
         """Every field as a string, in order, for a table."""
         return {key: str(value) for key, value in self.data.items() if value is not None}

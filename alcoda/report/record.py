@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from alcoda.report.fields import Fields
-from alcoda.report.markup import MISSING, count, details, esc, note, number, quantity, section, table
+from alcoda.report.markup import MISSING, count, details, esc, human, note, number, quantity, section, table
 from alcoda.report.read import Run, Sample
+
+_PER_STEP = "_bytes_per_step"
 
 
 def samples(runs: Sequence[Run]) -> str:
@@ -105,6 +107,7 @@ def _facts(run: Run) -> dict[str, str]:
         *_named("", info.child("versions"), "version"),
         *_named("seed: ", info.child("seeds")),
         *_named("machine: ", info.child("machine")),
+        *_parallel(info.child("parallel")),
     ]
     tokenizer = info.child("data").child("tokenizer")
     items += _named("tokenizer: ", tokenizer)
@@ -113,6 +116,26 @@ def _facts(run: Run) -> dict[str, str]:
 
 def _named(prefix: str, fields: Fields, suffix: str = "") -> Iterable[tuple[str, str]]:
     return [(f"{prefix}{key.replace('_', ' ')} {suffix}".strip(), value) for key, value in fields.plain().items()]
+
+
+def _parallel(fields: Fields) -> list[tuple[str, str]]:
+    """The processes of a run, the most memory that each took, and what one of them sends in a train step."""
+    if "processes" not in fields:
+        return []
+    n = fields.integer("processes")
+    how = f", {fields.text('kind')} over {fields.text('backend')}, {count(fields.integer('hosts'), 'host')}"
+    collectives = (key for key in fields.data if key.endswith(_PER_STEP))
+    return [
+        ("processes", f"{n}{how if n > 1 else ''}"),
+        ("peak memory of each process", ", ".join(human(peak, "B") for peak in fields.numbers("peak_memory_bytes"))),
+        *(
+            (
+                f"sent a step and process, {key.removesuffix(_PER_STEP).replace('_', '-')}",
+                human(fields.number(key), "B"),
+            )
+            for key in collectives
+        ),
+    ]
 
 
 def _title(name: str) -> str:

@@ -2,45 +2,79 @@
 
 Nothing is unpickled without ``weights_only``. A checkpoint lists its files with their sizes and hashes, so that a
 truncated one is known before it is used.
+
+A model that several processes hold in parts is written in parts (``shard.py``). Either kind is read by any number of
+processes, to the bit: weights and optimizer do not know by how many they were written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
 
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json, sha256, whole_folder
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.training import shard
+from alcoda.training.processes import ALONE, Processes
 
-FORMAT = "alcoda-checkpoint-1"
+FORMAT, SHARDED = "alcoda-checkpoint-1", "alcoda-checkpoint-sharded-1"
 WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8})")
 
 
-def save(folder: Path, train_step: int, model: RecurrentLM, train_state: dict[str, Any], about: dict[str, Any]) -> Path:
-    """Write ``folder/step_XXXXXXXX``; ``about`` goes into its manifest."""
+def save(
+    folder: Path,
+    train_step: int,
+    model: RecurrentLM,
+    train_state: dict[str, Any],
+    about: dict[str, Any],
+    processes: Processes = ALONE,
+) -> Path:
+    """Write ``folder/step_XXXXXXXX``; ``about`` goes into its manifest. All processes call it, and none goes on before
+    the checkpoint is whole; of a model that each holds whole, the main one writes."""
     path = folder / f"step_{train_step:08d}"
-    with whole_folder(path) as temporary:
-        weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-        _as_oserror(save_file, weights, temporary / WEIGHTS, metadata={"format": FORMAT})
-        _as_oserror(torch.save, train_state, temporary / TRAIN_STATE)
-        files = {
-            name: {"bytes": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)}
-            for name in (WEIGHTS, TRAIN_STATE)
-        }
-        manifest = {"format": FORMAT, "train_step": train_step, **about, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    sharded = shard.is_sharded(model)
+    with ExitStack() as held:
+        with processes.together():
+            mine = held.enter_context(whole_folder(path)) if processes.is_main else path
+        temporary = processes.gather(mine)[0]
+        files: dict[str, Any] = {}
+        if sharded:
+            tensors = {f"{shard.MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
+            of_optimizers, left = shard.pack(train_state["optimizers"])
+            train_state = {**train_state, "optimizers": left}
+            files = shard.write(temporary, {**tensors, **of_optimizers}, processes)
+        with processes.together():
+            if processes.is_main:
+                if not sharded:
+                    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+                    _as_oserror(save_file, weights, temporary / WEIGHTS, metadata={"format": FORMAT})
+                    files |= _about(temporary, WEIGHTS)
+                _as_oserror(torch.save, train_state, temporary / TRAIN_STATE)
+                files |= _about(temporary, TRAIN_STATE)
+                kind = SHARDED if sharded else FORMAT
+                manifest = {"format": kind, "train_step": train_step, **about, "files": files}
+                (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            held.close()  # here the folder gets its name
     return path
+
+
+def _about(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}
 
 
 def _as_oserror(write: Any, value: Any, path: Path, **kwargs: Any) -> None:
@@ -80,7 +114,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST).exists():
         raise RunError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, SHARDED):
         raise RunError(f"{path} is not a checkpoint of this project: its {MANIFEST} does not say {FORMAT}")
     for name, about in _files(path, manifest).items():
         file = path / name
@@ -93,9 +127,17 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _files(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     files = manifest.get("files")
-    if not isinstance(files, dict) or files.keys() != {WEIGHTS, TRAIN_STATE}:
+    names = set(files) if isinstance(files, dict) else set()
+    weights = names - {TRAIN_STATE}
+    if TRAIN_STATE not in names or not weights or (manifest["format"] == FORMAT and weights != {WEIGHTS}):
         raise RunError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {WEIGHTS} and {TRAIN_STATE}")
-    return files
+    return manifest["files"]
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """What tells the weights of a checkpoint apart: a hash of their file, or of the hashes of its shards."""
+    hashes = [about["sha256"] for name, about in sorted(manifest["files"].items()) if name != TRAIN_STATE]
+    return hashes[0] if manifest["format"] == FORMAT else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _way_out(path: Path) -> str:
@@ -124,14 +166,52 @@ def _read(path: Path, name: str, load: Callable[[Path], Any]) -> Any:
         raise RunError(f"the checkpoint {path} is damaged: {name} cannot be read ({error}).{_way_out(path)}") from None
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint's weights, on the CPU."""
+def _shards(path: Path, prefix: str, processes: Processes, make: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """The tensors of a sharded checkpoint whose names begin so, after a look at the hashes, into what
+    ``make(name, shape, dtype)`` gives for each. All processes call it."""
+    found: dict[str, Tensor] = {}
+    with processes.together():
+        try:
+            for name in (n for n in check(path)["files"] if n != TRAIN_STATE and processes.is_main):
+                _read(path, name, lambda file: None)
+            found = {name: make(name, *about) for name, about in shard.metadata(path, prefix).items()}
+        except SafetensorError as error:
+            raise RunError(f"the checkpoint {path} is damaged: {error}.{_way_out(path)}") from None
+    shard.read(path, prefix, found, processes)
+    return found
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's weights, whole, on the CPU."""
+    if check(path)["format"] == SHARDED:
+        return _shards(path, shard.MODEL, ALONE, _whole)
     return _read(path, WEIGHTS, load_file)
 
 
-def load_weights(path: Path, model: RecurrentLM) -> None:
-    """Fill ``model`` from a checkpoint, name by name."""
-    have, want = read_weights(path), model.state_dict()
+def _whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def load_weights(path: Path, model: RecurrentLM, processes: Processes = ALONE) -> None:
+    """Fill ``model``, which processes may hold in parts, from a checkpoint, name by name. All of them call it."""
+    want = model.state_dict()
+    if check(path)["format"] == SHARDED:
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            # A tensor that does not fit is refused below; it is read as it is.
+            return want[name] if name in want and want[name].shape == shape else _whole(name, shape, dtype)
+
+        have = _shards(path, shard.MODEL, processes, place)
+        _check_fit(path, have, want)
+        return
+    with processes.together():
+        have = read_weights(path)
+        _check_fit(path, have, want)
+    # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it).
+    shard.fill(model, have)
+
+
+def _check_fit(path: Path, have: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     wrong = [f"missing {name}" for name in want if name not in have]
     wrong += [f"unknown {name}" for name in have if name not in want]
     wrong += [
@@ -142,13 +222,28 @@ def load_weights(path: Path, model: RecurrentLM) -> None:
     if wrong:
         shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise RunError(f"the checkpoint {path} does not fit the run's recipe: {shown}.{_way_out(path)}")
-    # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it).
-    model.load_state_dict(have)
 
 
-def load_train_state(path: Path) -> dict[str, Any]:
-    """Optimizer, data position and random state of a checkpoint."""
-    return _read(path, TRAIN_STATE, lambda file: torch.load(file, map_location="cpu", weights_only=True))
+def load_train_state(path: Path, optimizers: Sequence[Optimizer] = (), processes: Processes = ALONE) -> dict[str, Any]:
+    """Optimizer, data position and random state of a checkpoint. All processes call it.
+
+    Args:
+        optimizers: those that the state is for, which may hold theirs in parts; none: it comes whole.
+    """
+    with processes.together():
+        state = _read(path, TRAIN_STATE, lambda file: torch.load(file, map_location="cpu", weights_only=True))
+    if check(path)["format"] == SHARDED:
+        tensors = _shards(path, shard.OPTIMIZERS, processes, lambda *about: shard.held(optimizers, *about))
+    elif not optimizers:
+        return state
+    else:
+        tensors, state["optimizers"] = shard.pack(state["optimizers"])
+        tensors = {name.removeprefix(shard.OPTIMIZERS): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name: shard.like(tensor, shard.held(optimizers, name, tensor.shape, tensor.dtype))
+            for name, tensor in tensors.items()
+        }
+    return {**state, "optimizers": shard.unpack(state["optimizers"], tensors)}
 
 
 def prune(folder: Path, keep_last: int, best_step: int | None) -> None:

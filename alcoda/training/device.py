@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,28 @@ def keep_freed_memory() -> None:
     mallopt(m_mmap_threshold, 32 << 20)  # the largest that glibc takes
     mallopt(m_trim_threshold, (1 << 31) - 1)
     mallopt(m_top_pad, 64 << 20)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Of torch's generators, those of this process: ``rng`` of the CPU, ``cuda_rng`` a list of that of its GPU."""
+    return {
+        "rng": torch.get_rng_state(),
+        "cuda_rng": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """What `rng_state` gave."""
+    torch.set_rng_state(state["rng"])
+    if state["cuda_rng"] and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_rng"][0], device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process held at one time: of the GPU, what tensors took; of a CPU, all of it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,19 +1,23 @@
-"""The training loop: draw a depth, run the batch, step, log, validate, save. One process, one device."""
+"""The training loop: draw a depth, run the batch, step, log, validate, save.
+
+Every process of a run goes through all of it, with a part of the rows of every batch (``parallel.py``); the main one
+writes the run folder.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from alcoda import plugins, progress
+from alcoda import launch, plugins, progress
 from alcoda.data.batches import Batch
 from alcoda.data.prepare import Data, prepare
 from alcoda.data.tokenizer import Tokenizer
@@ -21,10 +25,22 @@ from alcoda.depth.plan import LoopPlan
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, remove_abandoned, write_text
 from alcoda.model.blocks import Stack
+from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint
-from alcoda.training.device import autocast, describe, keep_freed_memory, pick_device, pick_dtype
+from alcoda.training.device import (
+    autocast,
+    describe,
+    keep_freed_memory,
+    peak_memory_bytes,
+    pick_device,
+    pick_dtype,
+    rng_state,
+    set_rng_state,
+)
 from alcoda.training.load import check_tokenizer
+from alcoda.training.parallel import check_rows, full
 from alcoda.training.passes import step_loss
+from alcoda.training.processes import ALONE, Processes, joined
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder, provenance
 from alcoda.training.start import start
@@ -65,11 +81,12 @@ class TrainResult:
 def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
     """Train ``recipe`` in the folder ``out``, from the start or from its newest checkpoint.
 
-    SIGINT and SIGTERM save a checkpoint and return a result whose status is ``stopped``.
+    SIGINT and SIGTERM save a checkpoint and return a result whose status is ``stopped``. In a process that torchrun
+    started, it trains together with the others, and all return the same.
 
     Raises:
         UsageError: the recipe or the folder does not allow it.
-        RunError: a damaged checkpoint, a full disk, a loss that is not finite.
+        RunError: a damaged checkpoint, a full disk, a loss that is not finite, a lost peer.
     """
     if not isinstance(recipe, Recipe):
         raise UsageError(f"train takes a Recipe, not {recipe!r}: alcoda.load_recipe(PATH) reads one from a YAML file")
@@ -78,30 +95,55 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
     keep_freed_memory()
     dtype = pick_dtype(recipe.train.dtype, device)
     check_trackers(recipe.track)
-    run.check_begin(recipe, resume)
-    with run.locked():
-        run.check_begin(recipe, resume)
-        tokenizer = run.load_tokenizer() if run.tokenizer.exists() else None
-        saved = checkpoint.listed(run.checkpoints)
-        if saved and tokenizer is not None:
-            check_tokenizer(run, saved[-1], tokenizer)
-        data = prepare(recipe.data, tokenizer)
-        check_vocabulary(recipe, data.tokenizer)
-        for note in notes(recipe, data):
-            progress.say(note)
-        trainer = Trainer(recipe, run, data, device, dtype)
+    world_size = launch.place().world_size
+    check_rows(world_size, recipe.train.batch_size, recipe.train.micro_batches)
+    if recipe.train.compile:
+        recipe.parallel.check_compile(world_size)
+    with joined(device, recipe.parallel.timeout_s) as processes, processes.losing(lambda: last_good(run)):
+        return _train(recipe, run, resume, device, dtype, processes)
+
+
+def _train(
+    recipe: Recipe, run: RunFolder, resume: bool, device: torch.device, dtype: torch.dtype, processes: Processes
+) -> TrainResult:
+    with ExitStack() as held:
+        with processes.together():
+            if processes.is_main:
+                run.check_begin(recipe, resume)
+                held.enter_context(run.locked())
+                run.check_begin(recipe, resume)
+        with processes.together():
+            tokenizer = run.load_tokenizer() if run.tokenizer.exists() else None
+            saved = checkpoint.listed(run.checkpoints)
+            if saved and tokenizer is not None:
+                check_tokenizer(run, saved[-1], tokenizer)
+        data = processes.first(lambda: prepare(recipe.data, tokenizer))
+        with processes.together():
+            check_vocabulary(recipe, data.tokenizer)
+            for note in notes(recipe, data):
+                progress.say(note)
+        trainer = Trainer(recipe, run, data, device, dtype, processes)
         if saved:
             trainer.restore(saved[-1])
         else:
-            trainer.started = start(recipe, trainer.model, data.tokenizer, run)
-        # All that can be refused has been: from here on the folder is a run.
-        remove_abandoned(run.path)
-        remove_abandoned(run.checkpoints)
-        write_text(run.recipe_yaml, recipe.to_yaml())
-        if tokenizer is None:
-            with disk(run.tokenizer):
-                data.tokenizer.save(run.tokenizer)
+            with processes.together():
+                trainer.started = start(recipe, trainer.model, data.tokenizer, run)
+        with processes.together():
+            if processes.is_main:
+                # All that can be refused has been: from here on the folder is a run.
+                remove_abandoned(run.path)
+                remove_abandoned(run.checkpoints)
+                write_text(run.recipe_yaml, recipe.to_yaml())
+                if tokenizer is None:
+                    with disk(run.tokenizer):
+                        data.tokenizer.save(run.tokenizer)
         return trainer.run_to_end()
+
+
+def last_good(run: RunFolder) -> str:
+    """A sentence on the checkpoint to go on from."""
+    good = checkpoint.listed(run.checkpoints)
+    return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
 
 
 def notes(recipe: Recipe, data: Data) -> list[str]:
@@ -134,10 +176,20 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
 class Trainer:
     """One run in progress, at its beginning; `restore` moves it to a checkpoint."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, data: Data, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        data: Data,
+        device: torch.device,
+        dtype: torch.dtype,
+        processes: Processes = ALONE,
+    ) -> None:
         self.recipe, self.run, self.data, self.device, self.dtype = recipe, run, data, device, dtype
+        self.processes = processes
         self.model = checkpoint.build(recipe.model, device).init(recipe.train.seed)
         freeze(self.model, recipe.trainable)
+        self.shared = recipe.parallel.share(self.model, processes, recipe.train.micro_batches, recipe.run_once)
         self.batches = data.batches(recipe.train.batch_size, recipe.model.seq_len, recipe.train.seed)
         self.optimizers = recipe.train.optimizer.build(self.model)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
@@ -153,7 +205,7 @@ class Trainer:
         self.saved_step: int | None = None
         self.step_flops = recipe.step_flops
         self.started: dict[str, Any] = {}
-        torch.manual_seed(recipe.train.seed)
+        processes.seed(recipe.train.seed)
 
     def run_to_end(self) -> TrainResult:
         """Train until the recipe's last step or a signal."""
@@ -161,15 +213,21 @@ class Trainer:
         if self.recipe.train.compile:
             self._compile()
         try:
-            with closing(Trackers(self.recipe, self.run, self.train_step)) as trackers, stop_on_signal() as stop:
+            with (
+                closing(Trackers(self.recipe, self.run, self.train_step, self.processes.is_main)) as trackers,
+                stop_on_signal(self.processes.is_main) as stop,
+            ):
                 status = self._loop(trackers, stop)
         except BaseException as error:
             # What went wrong is for the user to see, not that it could not be noted down either.
             with suppress(RunError):
                 status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                self.run.update_record(status=status, result=self._result_json())
+                self._record(status=status, result=self._result_json())
             raise
-        self.run.update_record(status=status, result=self._result_json())
+        peaks = self.processes.gather(peak_memory_bytes(self.device))
+        self._record(
+            status=status, result=self._result_json(), parallel={**self._parallel_json(), "peak_memory_bytes": peaks}
+        )
         return TrainResult(
             self.run.path,
             status,
@@ -188,7 +246,7 @@ class Trainer:
         began = time.perf_counter() - self.wall_s
         with progress.bar("training", self.n_steps, self.train_step) as advance:
             while self.train_step < self.n_steps:
-                if stop.is_set():
+                if self.processes.any(stop.is_set()):
                     self._save()
                     return "stopped"
                 batch, batch_state = next(self.batches)
@@ -235,26 +293,21 @@ class Trainer:
         inputs_BT = torch.from_numpy(batch.inputs_BT).to(self.device)
         targets_BT = torch.from_numpy(batch.targets_BT).to(self.device)
         scored_T = (batch.targets_BT >= 0).sum(0).tolist()
-        total = 0.0
-        n_parts = config.micro_batches
-        for i, (inputs, targets) in enumerate(zip(inputs_BT.chunk(n_parts), targets_BT.chunk(n_parts), strict=True)):
-            part = plan.part(i, n_parts)
-            with autocast(self.device, self.dtype):
-                loss = step_loss(
-                    self.recipe.objective,
-                    self.recipe.passes,
-                    self.model,
-                    inputs,
-                    targets,
-                    scored_T,
-                    part,
-                    config.recompute,
-                )
-            loss.backward()
+        total, n_ranks = 0.0, self.processes.world_size
+        n_parts = n_ranks * config.micro_batches
+        parts = list(zip(inputs_BT.chunk(n_parts), targets_BT.chunk(n_parts), strict=True))
+        # Micro-batches of this process: every one draws the whole batch, and takes its rows.
+        for i in range(self.processes.rank * config.micro_batches, (self.processes.rank + 1) * config.micro_batches):
+            with self.shared.micro_batch(is_last=(i + 1) % config.micro_batches == 0):
+                with autocast(self.device, self.dtype):
+                    loss = self.shared.loss(self._loss, *parts[i], scored_T, plan.part(i, n_parts))
+                (loss * n_ranks).backward()  # gradients are averaged over the processes, and this is to be their sum
             total += loss.item()
+        self.shared.complete()
+        (total,) = self.processes.sum([total])
         if not math.isfinite(total):
             raise RunError(self._not_finite("loss", total, batch, plan))
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf).item()
+        norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)).item()
         if not math.isfinite(norm):
             raise RunError(self._not_finite("gradient norm", norm, batch, plan))
         for optimizer in self.optimizers:
@@ -262,17 +315,21 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return total, norm
 
+    def _loss(
+        self, model: RecurrentLM, inputs_BT: Tensor, targets_BT: Tensor, scored_T: list[int], plan: LoopPlan
+    ) -> Tensor:
+        recipe = self.recipe
+        return step_loss(
+            recipe.objective, recipe.passes, model, inputs_BT, targets_BT, scored_T, plan, recipe.train.recompute
+        )
+
     def _not_finite(self, what: str, value: float, batch: Batch, plan: LoopPlan) -> str:
         where = "; ".join(batch.where[:4]) + (f"; and {len(batch.where) - 4} more rows" if len(batch.where) > 4 else "")
         return (
             f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
-            f"Nothing was saved of that step. {self._last_good()}. Lower the learning rate (train.optimizer.lr), clip "
-            "harder (train.clip), or train in float32 (train.dtype)"
+            f"Nothing was saved of that step. {last_good(self.run)}. Lower the learning rate (train.optimizer.lr), "
+            "clip harder (train.clip), or train in float32 (train.dtype)"
         )
-
-    def _last_good(self) -> str:
-        good = checkpoint.listed(self.run.checkpoints)
-        return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
 
     def _set_lr(self) -> float:
         factor = self.recipe.train.schedule.factor(self.train_step, self.n_steps)
@@ -290,7 +347,7 @@ class Trainer:
             if self.train_step == self.n_steps:
                 raise RunError(
                     f"the model diverged: its validation loss is not finite after the last step, {self.train_step}. "
-                    f"{self._last_good()}. Lower the learning rate (train.optimizer.lr) or clip harder (train.clip)"
+                    f"{last_good(self.run)}. Lower the learning rate (train.optimizer.lr) or clip harder (train.clip)"
                 )
         elif self.best is None or bits < self.best["bits_per_byte"]:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
@@ -301,10 +358,11 @@ class Trainer:
         if self.saved_step == self.train_step:
             # Only what the manifest says may have changed since (the best step); the weights have not.
             return
+        rng, *others = self.processes.gather(rng_state(self.device))
         state = {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            **rng,
+            "other_ranks": others,
             "batches": self.batch_state,
             "train_step": self.train_step,
             "tokens": self.tokens,
@@ -314,22 +372,29 @@ class Trainer:
             "best": self.best,
         }
         about = {"tokens": self.tokens, "tokenizer_sha256": self.data.tokenizer.sha256, "best": self.best}
-        checkpoint.save(self.run.checkpoints, self.train_step, self.model, state, about)
+        checkpoint.save(self.run.checkpoints, self.train_step, self.model, state, about, self.processes)
         self.saved_step = self.train_step
-        checkpoint.prune(
-            self.run.checkpoints, self.recipe.train.keep_checkpoints, self.best["train_step"] if self.best else None
-        )
+        if self.processes.is_main:
+            best = self.best["train_step"] if self.best else None
+            checkpoint.prune(self.run.checkpoints, self.recipe.train.keep_checkpoints, best)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint."""
-        self.run.check_corpora(self.data)
-        checkpoint.load_weights(path, self.model)
-        state = checkpoint.load_train_state(path)
+        with self.processes.together():
+            self.run.check_corpora(self.data)
+        checkpoint.load_weights(path, self.model, self.processes)
+        state = checkpoint.load_train_state(path, self.optimizers, self.processes)
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and self.device.type == "cuda":
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        by_rank = [state, *state.get("other_ranks", [])]
+        if len(by_rank) == self.processes.world_size:
+            set_rng_state(by_rank[self.processes.rank], self.device)
+        else:
+            progress.say(
+                f"{path.name} is of {len(by_rank)} processes and {self.processes.world_size} go on from it: the noise "
+                "from here on is drawn anew"
+            )
+            self.processes.seed(self.recipe.train.seed, state["train_step"])
         self.best = state["best"]
         self.batch_state = state["batches"]
         if self.batch_state is not None:
@@ -355,6 +420,7 @@ class Trainer:
             "plugins": plugins.used(),
             **self.started,
             "machine": describe(self.device, self.dtype),
+            "parallel": self._parallel_json(),
             "data": self.data.describe(),
             "ledger": recipe.ledger().to_json(),
             "depth": {
@@ -364,13 +430,27 @@ class Trainer:
             },
             "result": None,
         }
-        if self.run.run_json.exists():
+        if self.processes.is_main and self.run.run_json.exists():
             before = self.run.record()
             for name in plugins.changed(before.get("plugins", [])):
                 progress.say(f"the plugin {name} is not the one that the run was begun with")
             record["created"] = before["created"]
             record["sessions"] = [*before.get("sessions", []), {k: before[k] for k in ("commit", "command", "machine")}]
-        self.run.update_record(**record)
+        self._record(**record)
+
+    def _record(self, **fields: Any) -> None:
+        if self.processes.is_main:
+            self.run.update_record(**fields)
+
+    def _parallel_json(self) -> dict[str, Any]:
+        sent = self.shared.communication(self.optimizers)
+        return {
+            "kind": self.recipe.parallel.kind,
+            "processes": self.processes.world_size,
+            "hosts": self.processes.hosts,
+            "backend": self.processes.backend,
+            **{f"{collective}_bytes_per_step": n_bytes for collective, n_bytes in sent.items()},
+        }
 
     def _result_json(self) -> dict[str, Any]:
         return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from alcoda.config import Choice, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat
@@ -78,7 +79,8 @@ class Muon(OptimizerConfig):
         matrices, rest = self._split(model)
         built: list[Optimizer] = []
         if matrices:  # with trainable, one of the two may have nothing to do
-            muon = torch.optim.Muon(
+            kind = WholeMuon if isinstance(matrices[0], DTensor) else torch.optim.Muon
+            muon = kind(
                 matrices,
                 lr=self.lr,
                 momentum=self.momentum,
@@ -104,6 +106,35 @@ class Muon(OptimizerConfig):
         ]
         owned = {id(p) for p in matrices}
         return matrices, [p for p in model.parameters() if p.requires_grad and id(p) not in owned]
+
+
+class WholeMuon(torch.optim.Muon):
+    """torch's Muon on sharded matrices. Momentum stays sharded; each update is gathered, orthogonalised whole on every
+    process, and put back in parts (orthogonalised in parts it would be another update)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """As torch's; with no closure."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                change = _orthogonal_change(update.full_tensor(), group)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None))
+
+
+def _orthogonal_change(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """What torch's Muon adds to a matrix for this update (without decay): its own step, of a matrix of zeros."""
+    change = nn.Parameter(torch.zeros_like(update))
+    change.grad = update
+    same = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+    torch.optim.Muon([change], momentum=0.0, nesterov=False, weight_decay=0.0, **same).step()
+    return change.detach()
 
 
 class Schedule(Config):

@@ -23,6 +23,7 @@ from alcoda.training.folders import find_recipe, is_overlay
 from alcoda.training.objective import NextToken, Objective
 from alcoda.training.optim import AdamW, OptimizerConfig, Schedule
 from alcoda.training.overlay import Overlay, overlay_all
+from alcoda.training.parallel import Ddp, Parallel
 from alcoda.training.passes import AutoPasses, Passes
 from alcoda.training.trainable import InitFrom, check_trainable
 
@@ -37,9 +38,9 @@ class TrainConfig(Config):
     budget: Budget | None = None
     """In place of steps: {flops: X}, {tokens: X} or {tokens_per_param: X} (of stored parameters); equal spend."""
     batch_size: PositiveInt = 8
-    """Rows of seq_len tokens in one optimizer step."""
+    """Rows of seq_len tokens in one optimizer step, of all processes together."""
     micro_batches: PositiveInt = 1
-    """Gradient accumulation: the batch is run in so many parts. Must divide batch_size."""
+    """Gradient accumulation: the batch, or each process's share of it, is run in so many parts. Must divide it."""
     seed: Annotated[NonNegativeInt, Field(lt=1 << 63)] = 0
     """Of the initial weights, the noise, the depths and the order of the batches (data.seed: of the splits)."""
     optimizer: OptimizerConfig = AdamW()
@@ -102,6 +103,8 @@ class Recipe(Config):
     passes: Passes = AutoPasses()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    parallel: Parallel = Ddp()
+    """What each of many processes (torchrun) holds of the model; with one it says nothing."""
     eval: EvalConfig = EvalConfig()
     track: TrackConfig = TrackConfig()
     init_from: InitFrom | None = None
@@ -234,6 +237,13 @@ class Recipe(Config):
                 "of them to null (--set train.steps=null)"
             )
         return paid
+
+    @property
+    def run_once(self) -> tuple[str, ...]:
+        """The stacks that run once for each micro-batch: not those of several passes, nor a coda of several depths."""
+        if self.model.memory.carries:
+            return ()
+        return ("prelude",) if self.objective.reads_inner_loops else ("prelude", "coda")
 
     @property
     def step_tokens(self) -> int:

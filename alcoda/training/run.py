@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "data.valid",
     "description",
     "eval.batch_size",
+    "parallel",
     "source",
     "track",
     "train.checkpoint_every",

@@ -51,19 +51,25 @@ def score(
     dtype: torch.dtype = torch.float32,
     reading: Reading | None = None,
     tell: Tell = lambda n_tokens: None,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Scored]:
     """Score a stream, batch by batch; the model is in evaluation mode meanwhile.
 
     Args:
         reading: how rows are read where the model has a memory; None: token by token.
         tell: is told how many more tokens of the stream are read, at all depths.
+        share: (r, n): of every n batches only the r-th (0-based), for n processes that score a text together. Each of
+            them runs the model as often: one that has no batch left runs its last again and gives nothing.
     """
     seq_len, device = model.config.seq_len, model.embed.weight.device
     n_tokens = min(stream.n_tokens, max_tokens or stream.n_tokens)
     was_training = model.training
     model.eval()
     try:
-        for start in range(0, n_tokens - 1, batch_size * seq_len):
+        starts = range(0, n_tokens - 1, batch_size * seq_len)
+        rank, n_shares = share
+        for i in range(rank, -(-len(starts) // n_shares) * n_shares, n_shares):
+            start = starts[min(i, len(starts) - 1)]
             stop = min(start + batch_size * seq_len, n_tokens - 1)
             tokens = torch.from_numpy(stream.read(start, stop + 1).astype(np.int64))
             n = stop - start
@@ -73,13 +79,15 @@ def score(
             inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
             target_N = tokens[1:].to(device)
             with autocast(device, dtype):
-                # Of the columns of a row that is padded, the text's share is what counts as read.
-                share = n / inputs_BT.size(1)
-                ys = read_rows(model, inputs_BT, loops, reading, lambda n_tokens, share=share: tell(n_tokens * share))
+                # Of the columns of a row that is padded, the text's part is what counts as read.
+                part = n / inputs_BT.size(1)
+                ys = read_rows(model, inputs_BT, loops, reading, lambda n_tokens, part=part: tell(n_tokens * part))
                 rows, read_s = [], 0.0
                 for y_BTD, seconds in _timed(ys, device):
                     rows.append(_nats(model, y_BTD.flatten(0, 1)[:n], target_N))
                     read_s += seconds
+            if i >= len(starts):
+                continue
             bytes_N = token_bytes_V[tokens[1:].numpy()]
             yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N, read_s)
     finally:

@@ -10,7 +10,7 @@ from alcoda import progress
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import UsageError
 from alcoda.model.lm import RecurrentLM
-from alcoda.training import checkpoint
+from alcoda.training import checkpoint, shard
 from alcoda.training.load import check_tokenizer, pick_checkpoint
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
@@ -45,7 +45,7 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             f"{what}: its tokenizer is another one (sha256 {theirs.sha256[:12]}, and {tokenizer.sha256[:12]} here): "
             f"the ids would stand for other text. Set data.tokenizer to {{kind: file, path: {source.tokenizer}}}"
         )
-    digest = manifest["files"][checkpoint.WEIGHTS]["sha256"]
+    digest = checkpoint.digest(manifest)
     before = run.record().get("init_from") if run.run_json.exists() else None
     if before is not None and before["sha256"] != digest:
         raise UsageError(
@@ -84,7 +84,7 @@ def copy_weights(have: dict[str, torch.Tensor], model: RecurrentLM, what: str) -
         raise UsageError(
             f"{what}: {shown}. Give the model the sizes of that run, or another choice where it may differ"
         )
-    model.load_state_dict({name: tensor for name, tensor in have.items() if name in want}, strict=False)
+    shard.fill(model, {name: tensor for name, tensor in have.items() if name in want})
     return _only(want, have), _only(have, want)
 
 

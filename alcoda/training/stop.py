@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def stop_on_signal() -> Generator[threading.Event]:
+def stop_on_signal(speaks: bool = True) -> Generator[threading.Event]:
     """Set by the first SIGINT, SIGTERM or SIGHUP (a closed terminal); a second one acts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -21,8 +21,9 @@ def stop_on_signal() -> Generator[threading.Event]:
 
     def handle(number: int, frame: Any) -> None:
         stop.set()
-        # Past Python's own buffers, which the interrupted code may be writing to.
-        os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
+        if speaks:
+            # Past Python's own buffers, which the interrupted code may be writing to.
+            os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
         for one, handler in before.items():
             signal.signal(one, handler)
 

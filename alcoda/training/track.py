@@ -90,11 +90,13 @@ class WandB:
 
 
 class Trackers:
-    """All of the above that the recipe asks for."""
+    """All of the above that the recipe asks for; nothing but in the process that ``writes``."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, train_step: int) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, train_step: int, writes: bool = True) -> None:
         self.path = run.path
         self.all: list[Tracker] = []
+        if not writes:
+            return
         if recipe.track.tensorboard:
             self.all.append(TensorBoard(run.path / "tensorboard", train_step))
         if recipe.track.wandb != "off":

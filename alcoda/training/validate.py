@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from alcoda import progress
+from alcoda.data.splits import Stream
 from alcoda.errors import UsageError
+from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import Reading
 from alcoda.training.diagnose import diagnose
 from alcoda.training.score import score
@@ -21,22 +23,11 @@ def validation(trainer: Trainer) -> tuple[list[dict[str, Any]], float]:
     """What there is to log, and the bits per byte at the model's n_loops (the mean over sources; may be not finite)."""
     config, at_nominal = trainer.recipe.eval, []
     streams = trainer.data.split("valid")
-    records = diagnose(trainer.model, next(iter(streams.values())), trainer.train_step, trainer.dtype)
+    shared, processes = trainer.shared, trainer.processes
+    records = shared.measure(diagnose, next(iter(streams.values())), trainer.train_step, trainer.dtype)
     for name, stream in streams.items():
-        nats_L, n_bytes, n_scored = np.zeros(len(config.loops)), 0, 0
-        for scored in score(
-            trainer.model,
-            stream,
-            trainer.token_bytes_V,
-            config.loops,
-            batch_size=config.batch_size,
-            max_tokens=config.tokens,
-            dtype=trainer.dtype,
-            reading=Reading(config.prefill),
-        ):
-            nats_L += scored.nats_LN.sum(1)
-            n_bytes += int(scored.bytes_N.sum())
-            n_scored += int((scored.bytes_N > 0).sum())
+        mine = shared.measure(_sums, stream, trainer)
+        n_bytes, n_scored, *nats_L = processes.sum(mine)
         if not n_bytes:
             raise UsageError(f"{name}: its first {config.tokens} tokens stand for no text; raise eval.tokens")
         for loops, nats in zip(config.loops, nats_L, strict=True):
@@ -57,3 +48,22 @@ def validation(trainer: Trainer) -> tuple[list[dict[str, Any]], float]:
                 }
             )
     return records, sum(at_nominal) / len(at_nominal)
+
+
+def _sums(model: RecurrentLM, stream: Stream, trainer: Trainer) -> list[float]:
+    """Of this process's share of a stream: bytes, tokens, and the nats at each depth."""
+    config, processes = trainer.recipe.eval, trainer.processes
+    sums = np.zeros(2 + len(config.loops))
+    for scored in score(
+        model,
+        stream,
+        trainer.token_bytes_V,
+        config.loops,
+        batch_size=config.batch_size,
+        max_tokens=config.tokens,
+        dtype=trainer.dtype,
+        reading=Reading(config.prefill),
+        share=(processes.rank, processes.world_size),
+    ):
+        sums += [scored.bytes_N.sum(), (scored.bytes_N > 0).sum(), *scored.nats_LN.sum(1)]
+    return sums.tolist()

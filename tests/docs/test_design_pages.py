@@ -15,6 +15,7 @@ from alcoda.depth.sample import Depth
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.config import ModelConfig
 from alcoda.training.objective import Objective
+from alcoda.training.parallel import Parallel
 from alcoda.training.recipe import Recipe, load_recipe, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ GRT_MINI = str(ROOT / "recipes/mini/grt.yaml")
 
 def axes() -> dict[str, type[Choice]]:
     """Every axis, by the name of its entry."""
-    found: dict[str, type[Choice]] = {"depth": Depth, "objective": Objective}
+    found: dict[str, type[Choice]] = {"depth": Depth, "objective": Objective, "parallel": Parallel}
     for config in (ModelConfig, BlockConfig):
         for name, field in config.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Choice):
@@ -138,7 +139,8 @@ def test_rows_are_the_recipes() -> None:
 
 def test_every_axis_is_a_column() -> None:
     columns = {axis for row in architectures() for axis in row}
-    assert columns == {"design", "papers.md", "recipe", "sandwich", *axes()}
+    of_processes = {"parallel"}  # no part of a design
+    assert columns == {"design", "papers.md", "recipe", "sandwich", *axes()} - of_processes
 
 
 def test_every_recipe_of_a_paper_is_in_one_row_of_each_table() -> None:

@@ -135,6 +135,15 @@ def make_run(
         "dirty": True,
         "seeds": {"train": seed, "data": 1},
         "machine": {"device": "cpu", "threads": 2, "cpu": "Example CPU at 2.5 GHz", "dtype": "bfloat16"},
+        "parallel": {
+            "kind": "fsdp",
+            "processes": 2,
+            "hosts": 1,
+            "backend": "gloo",
+            "all_gather_bytes_per_step": 47_428.0,
+            "reduce_scatter_bytes_per_step": 32_196.0,
+            "peak_memory_bytes": [375_250_944, 372_838_400],
+        },
         "data": {
             "sources": [
                 {"name": "pystdlib", "weight": 0.7, "splits": splits},

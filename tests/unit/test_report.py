@@ -131,6 +131,10 @@ def test_one_run_shows_every_section(run: Path, whole: tuple[str, Page]) -> None
     assert "kind: lognormal" in words, "the recipe"
     for item in ("2.13.0", "0123456789abcdef", "uncommitted changes", "Example CPU", "alcoda train recipes/", "9.41 M"):
         assert item in words
+    assert "Processes 2, fsdp over gloo, 1 host" in words
+    assert "Peak memory of each process 375 MB, 373 MB" in words
+    for sent in ("all-gather 47.4 kB", "reduce-scatter 32.2 kB"):
+        assert f"Sent a step and process, {sent}" in words
     assert "Near duplicates were removed." in words
     assert "yet" not in words, "nothing is missing from a complete run"
 
