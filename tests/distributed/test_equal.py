@@ -18,7 +18,7 @@ from alcoda.training.recipe import Recipe
 TOLERANCE = 1e-5
 """Of losses in nats, and of weights, in fp32: sums are taken in another order."""
 SHARES = ("ddp", "fsdp")
-QUICK = ("dense", "grt", "elastic_rows", "cart", "untied", "micro")
+QUICK = ("dense", "grt", "elastic_rows", "cart", "untied", "micro", "lrt")
 WRONG = {"elastic": ("depth_of_rank", "fsdp"), "dense": ("unsynced", "ddp")}
 """Faults that the comparison has to see: depths drawn by rank, gradients that are not exchanged."""
 

@@ -57,6 +57,19 @@ KINDS: dict[str, dict[str, Any]] = {
     # Its balance is that of the micro-batch, so one process has to have two.
     "token_choice": {"model": ROUTED, "train": {"micro_batches": 2}},
     "token_choice_untied": {"model": {**ROUTED, "sharing": "untied", "n_loops": 5}, "train": {"micro_batches": 2}},
+    "lrt": {"model": {"n_prelude": 2, "n_core": 0, "n_loops": 1, "memory": {"kind": "prev_token", "beta": 0.1}}},
+    # Passes, each with the loops of its rows; blocks that run several times in a step.
+    "lrt_elastic_rows": {
+        "model": {**ELASTIC["model"], "memory": "prev_token"},
+        "depth": {"kind": "lognormal", "mean": 2, "max": 6, "per": "sequence"},
+        "passes": {"kind": "interleaved", "subsets": 3},
+        "eval": {"prefill": {"kind": "iterated", "tolerance": 1e-9, "max_passes": 3}},
+    },
+    "lrt_chunked": {
+        "model": {"inject": "add", "memory": {"kind": "prev_token", "share": "per_layer"}},
+        "passes": {"kind": "chunked", "tokens": 5},
+        "train": {"recompute": True},
+    },
     "per_loop": {
         "model": {"inject": "add", "loop_norm": "every_loop", "final_norm": "none", "exit_gate": "linear"},
         "objective": "per_loop",
@@ -85,6 +98,7 @@ def recipe(text: Path, kind: str, **train: Any) -> dict[str, Any]:
         "model": {**MODEL, **chosen.get("model", {})},
         "depth": chosen.get("depth", "fixed"),
         "objective": chosen.get("objective", "next_token"),
+        "passes": chosen.get("passes", "auto"),
         "trainable": chosen.get("trainable"),
         "data": {"corpus": f"text:{text}", "tokenizer": "byte"},
         "train": {
@@ -99,7 +113,7 @@ def recipe(text: Path, kind: str, **train: Any) -> dict[str, Any]:
             **chosen.get("train", {}),
             **train,
         },
-        "eval": {"every": 4, "tokens": 700, "batch_size": 3},
+        "eval": {"every": 4, "tokens": 700, "batch_size": 3, **chosen.get("eval", {})},
     }
 
 
