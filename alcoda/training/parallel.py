@@ -33,7 +33,7 @@ class Parallel(Choice, axis="parallel"):
     """What each process holds of the model. With one process there is nothing to share, and the choice says nothing."""
 
     timeout_s: Annotated[PositiveFloat, Field(le=1e6)] = 600.0
-    """How long a process waits for the others within a step before it takes them for lost."""
+    """How long a process waits for the others, within a step or a save, before it takes them for lost."""
 
     def share(self, model: RecurrentLM, processes: Processes, n_micro: int, run_once: Sequence[str]) -> Shared:
         """The model as these processes run it. Before the optimizer is built: it may hold other parameters after.

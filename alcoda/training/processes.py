@@ -23,8 +23,8 @@ from alcoda.errors import RunError, UsageError
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)
-"""How long others wait while rank 0 prepares data, or for the slowest to write a checkpoint: a peer that ends meanwhile
-closes its connection, and is noticed at once."""
+"""How long others wait while rank 0 prepares data: a peer that ends meanwhile closes its connection, and is noticed at
+once."""
 _STREAM = 0x9A2C
 """Keeps the seeds of ranks apart from other draws that start from the same seed."""
 _OF_PEERS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "socket")
@@ -37,11 +37,15 @@ class Processes:
         rank, world_size: number of this process, and of all.
         hosts: machines that they are on.
         backend: what carries gradients: ``gloo``, ``nccl``; ``none`` for one process.
-        patient: the group for what may take long; None for one process.
+        prompt, patient: the groups of short messages: that in which peers answer within ``timeout_s``, and that in
+            which they may take long; None for one process.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, backend: str = "none", patient: Any = None) -> None:
-        self.rank, self.world_size, self.backend, self.patient = rank, world_size, backend, patient
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, backend: str = "none", prompt: Any = None, patient: Any = None
+    ) -> None:
+        self.rank, self.world_size, self.backend = rank, world_size, backend
+        self.prompt, self.patient = prompt, patient
         self.hosts = len(set(self.gather(socket.gethostname())))
 
     @property
@@ -57,19 +61,19 @@ class Processes:
         """The sum over the processes of each of these numbers, in fp64, the same on all."""
         total = torch.tensor(list(values), dtype=torch.float64)
         if self.world_size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.prompt)
         return total.tolist()
 
-    def gather(self, value: T) -> list[T]:
-        """What each of them has, by rank. Waits as long as it takes."""
+    def gather(self, value: T, is_patient: bool = False) -> list[T]:
+        """What each of them has, by rank."""
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self.patient)
+        dist.all_gather_object(found, value, group=self.patient if is_patient else self.prompt)
         return found
 
     @contextmanager
-    def together(self) -> Generator[None]:
+    def together(self, is_patient: bool = False) -> Generator[None]:
         """What one of them finds wrong inside ends all of them, with its message, said once. (No collectives inside.)
 
         Raises:
@@ -84,7 +88,7 @@ class Processes:
             if error is not None:
                 raise error
             return
-        said = self.gather(None if error is None else (isinstance(error, UsageError), str(error)))
+        said = self.gather(None if error is None else (isinstance(error, UsageError), str(error)), is_patient)
         first = next((rank for rank, one in enumerate(said) if one is not None), None)
         if first is None:
             return
@@ -96,10 +100,10 @@ class Processes:
         raise copy
 
     def first(self, work: Callable[[], T]) -> T:
-        """``work`` of rank 0, and then of the others, which find what it left (a cache)."""
+        """``work`` of rank 0, and then of the others, which find what it left (a cache). It may take long."""
         done: list[T] = []
         for turn in (self.is_main, not self.is_main):
-            with self.together():
+            with self.together(is_patient=True):
                 if turn:
                     done.append(work())
         return done[0]
@@ -171,8 +175,8 @@ def joined(device: torch.device, timeout_s: float) -> Generator[Processes]:
             dist.init_process_group(both, timeout=timedelta(seconds=timeout_s))
             # Once, and for as long as the process lives: torch's processes meet a second time at stale addresses.
             atexit.register(_leave)
-        patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        processes = Processes(dist.get_rank(), dist.get_world_size(), backend, patient)
+        groups = [dist.new_group(backend="gloo", timeout=t) for t in (timedelta(seconds=timeout_s), _PATIENCE)]
+        processes = Processes(dist.get_rank(), dist.get_world_size(), backend, *groups)
     except RuntimeError as error:
         if isinstance(error, RunError):
             raise

@@ -54,7 +54,7 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> dic
     """
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=processes.patient)
+        dcp.save(tensors, storage_writer=writer, process_group=processes.prompt)
     except CheckpointException as error:
         raise RunError(f"the checkpoint {folder} could not be written: {_reason(error)}") from None
     mine = sorted(folder.glob(f"shard-{processes.rank + 1:05d}-*.safetensors"))
@@ -84,7 +84,7 @@ def read(folder: Path, prefix: str, into: dict[str, Tensor], processes: Processe
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be, of one process
-            dcp.load(wanted, storage_reader=reader, process_group=processes.patient, no_dist=alone)
+            dcp.load(wanted, storage_reader=reader, process_group=processes.prompt, no_dist=alone)
     except CheckpointException as error:
         raise RunError(f"the checkpoint {folder} cannot be read: {_reason(error)}") from None
 
