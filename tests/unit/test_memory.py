@@ -148,7 +148,7 @@ def test_recall(lag: int, mean_of: int, expected: list[float]) -> None:
     became = torch.tensor([0.0] * memory.n_carried + [1, 2, 4, 8, 16])[None, :, None].expand(1, -1, 4)
     found = memory.recall(became)
     assert found.shape == (1, 5, 4)
-    assert torch.allclose(found[0, :, 0], torch.tensor(expected))
+    assert torch.allclose(found[0, :, 0], torch.tensor(expected, dtype=torch.float32))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_model_with_a_memory_starts_from_one_without(
 ) -> None:
     made = validate(Recipe, data(text, "prev_token", init_from={"run": str(trained)}))
     capsys.readouterr()
-    assert train(made, tmp_path / "new").status == "completed"
+    assert train(made, tmp_path / "new").status == "finished"
     said = capsys.readouterr().err
     assert "start fresh, the run has none" in said
     assert "memory, " in said and "prelude.layers.0.memory.alpha" in said and "keys.recall.gate.weight" in said
