@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from unittest import mock
 
@@ -28,13 +29,19 @@ def logits(model: RecurrentLM, ids_BT: Tensor, n_loops: int, trains: bool) -> Te
         return model.train()(ids_BT, n_loops).detach()
 
 
-def check_no_leak(model: RecurrentLM, n_loops: int, trains: bool, n_tokens: int = T) -> None:
-    """Training takes another attention kernel than inference (`attention._attend_explicit`), and draws noise."""
-    places = (1, n_tokens // 2, n_tokens - 1)  # row i of the batch has its token changed at places[i]
+def changed_at(places: Sequence[int], n_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Rows of ids, and the same with the token of row i at ``places[i]`` changed."""
     ids_BT = tokens(len(places), n_tokens)
     changed_BT = ids_BT.clone()
     for row, t in enumerate(places):
-        changed_BT[row, t] = (changed_BT[row, t] + 1) % model.config.vocab_size
+        changed_BT[row, t] = (changed_BT[row, t] + 1) % vocab_size
+    return ids_BT, changed_BT
+
+
+def check_no_leak(model: RecurrentLM, n_loops: int, trains: bool, n_tokens: int = T) -> None:
+    """Training takes another attention kernel than inference (`attention._attend_explicit`), and draws noise."""
+    places = (1, n_tokens // 2, n_tokens - 1)  # row i of the batch has its token changed at places[i]
+    ids_BT, changed_BT = changed_at(places, n_tokens, model.config.vocab_size)
     before, after = logits(model, ids_BT, n_loops, trains), logits(model, changed_BT, n_loops, trains)
     off_BT = (before - after).abs().amax(-1)
     leaks: list[Place] = []

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from alcoda.laws.law import Place, close_logits, each, require
-from alcoda.laws.subject import Subject, at_most, depths, make, tokens
+from alcoda.laws.subject import Subject, at_most, depths, make, reminded, tokens
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import KV_ITEM_BYTES, Term, TrainingDepth
 from alcoda.model.cost import ledger as ledger_of
@@ -44,7 +44,10 @@ def count_flops(
     ids_BT = torch.zeros(B, config.seq_len, dtype=torch.long, device="meta")
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         if backward:
-            readout = next(model.readouts(ids_BT, [n_loops], n_free=n_free, recompute=recompute))
+            # Memories have gradients in every pass but the first, whose zeros are one of many.
+            memory_BTD = torch.zeros(*ids_BT.shape, config.d_model, requires_grad=True)
+            how = {"n_free": n_free, "recompute": recompute, "memory_BTD": memory_BTD}
+            readout = next(model.readouts(ids_BT, [n_loops], **how))
             loss = model.logits(readout.y_BTD).sum()
             if config.exit_gate.has_gate:  # training asks it, a plain forward pass does not
                 loss = loss + model.exit_gate(readout.state.h_BTD).sum()
@@ -206,7 +209,7 @@ def check_checkpoint_round_trip(model: RecurrentLM) -> None:
     with tempfile.TemporaryDirectory(prefix="alcoda-laws-") as folder:
         path = checkpoint.save(Path(folder), 1, model, {}, {})
         again = checkpoint.build(model.config, torch.device("cpu")).init(1).eval()
-        checkpoint.load_weights(path, again)
+        checkpoint.load_weights(path, reminded(again))
     # Parameters, not the state that is saved: what the state forgets is then missed.
     wrong = [n for (n, p), q in zip(model.named_parameters(), again.parameters(), strict=True) if not torch.equal(p, q)]
     require(not wrong, f"a checkpoint changes or loses {', '.join(wrong)}", wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alcoda.laws import attend, causal, decode, gradients, ledger, noise, precision, resume, sharing
+from alcoda.laws import attend, causal, decode, gradients, ledger, memory, noise, precision, refinement, resume, sharing
 from alcoda.laws.law import Law
 from alcoda.laws.subject import declares_leak, has_no_own_depth, leaks_at_eval, needs_loops
 
@@ -37,6 +37,36 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("readouts", 2, "depths read from one run are runs of their own", decode.readouts, needs_loops),
     Law("deterministic", 2, "evaluation is not random, training is of its seed", noise.deterministic),
+    Law(
+        "refinement",
+        4,
+        "refined token by token, passes are reading one by one",
+        memory.refinement,
+        lambda subject: memory.has_none(subject) or leaks_at_eval(subject),
+    ),
+    Law("zero_memory", 4, "zero memories are the first pass of training", memory.zero_memory, memory.has_none),
+    Law("without_memory", 4, "a fresh memory that is zero is none", memory.without_memory, memory.is_plain),
+    Law(
+        "refinement_is_causal",
+        4,
+        "a token changes no pass before it",
+        memory.refinement_is_causal,
+        lambda subject: memory.has_none(subject) or leaks_at_eval(subject),
+    ),
+    Law(
+        "refinement_gradients",
+        4,
+        "passes have the gradients of keeping everything",
+        refinement.refinement_gradients,
+        memory.has_none,
+    ),
+    Law(
+        "prefill_then_decode",
+        4,
+        "prefill, and decoding after it, as each says of itself",
+        memory.prefill_then_decode,
+        lambda subject: memory.has_none(subject) or leaks_at_eval(subject),
+    ),
     Law("gradients", 5, "gradients reach every parameter", gradients.every_parameter),
     Law("derivative", 5, "the loss changes as its gradient says", gradients.derivative),
     Law("free_loops", 5, "loops without gradients carry none", gradients.free_loops, needs_loops),

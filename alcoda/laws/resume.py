@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import shutil
@@ -44,8 +45,8 @@ def write_corpus(path: Path, seed: int) -> Path:
 
 
 def small_recipe(subject: Subject, corpus: str) -> Recipe:
-    """A few steps of the model on ``corpus``, with the optimizer, the objective and the depths of the recipe where they
-    fit the size that is checked."""
+    """A few steps of the model on ``corpus``, with the optimizer, the objective, the depths and the passes of the
+    recipe where they fit the size that is checked."""
     model = subject.config
     if model.vocab_size < BYTES:
         model = model.model_copy(update={"vocab_size": BYTES})
@@ -69,10 +70,11 @@ def small_recipe(subject: Subject, corpus: str) -> Recipe:
         return validate(Recipe, data)
     given = subject.recipe.model_dump(mode="json")
     data["objective"], data["train"]["optimizer"] = given["objective"], given["train"]["optimizer"]
-    for depth in (given["depth"], {"kind": "fixed"}):
+    fixed, auto = {"kind": "fixed"}, {"kind": "auto"}
+    for depth, passes in itertools.product((given["depth"], fixed), (given["passes"], auto)):
         with contextlib.suppress(UsageError):
-            return validate(Recipe, {**data, "depth": depth}).resolved()
-    return validate(Recipe, {**data, "depth": {"kind": "fixed"}})
+            return validate(Recipe, {**data, "depth": depth, "passes": passes}).resolved()
+    return validate(Recipe, {**data, "depth": fixed})
 
 
 @contextlib.contextmanager

@@ -58,12 +58,20 @@ def shrink(config: ModelConfig) -> Shrunk:
         data["d_head"] = max(2, 2 * round(share * D_MODEL / n_heads / 2))
     if config.d_ff is not None:
         data["d_ff"] = max(1, round(config.d_ff * D_MODEL / config.d_model))
+    _move_source(data)
     tied = list(_numbers({name: value for name, value in data.items() if isinstance(value, dict)}))
     for path in tied:
         _put(data, path, _scaled(path, _get(data, path), config, n_heads))
     small = _legal(data, [*tied, ("n_heads",), *([("d_head",)] if config.d_head is not None else [])])
     before, after = (flatten(c.model_dump(mode="json")) for c in (config, small))
     return Shrunk(small, tuple(f"{n} {before.get(n)} -> {v}" for n, v in after.items() if before.get(n) != v))
+
+
+def _move_source(data: dict[str, Any]) -> None:
+    """Bring a memory's source, ``prelude.11``, to the last block that the stage still has."""
+    stage, dot, layer = str(data["memory"].get("source")).partition(".")
+    if dot:
+        data["memory"]["source"] = f"{stage}.{min(int(layer), data[f'n_{stage}'] - 1)}"
 
 
 def _numbers(data: Any, path: Path = ()) -> Iterator[Path]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from alcoda.model.config import ModelConfig
+from alcoda.model.keys import Context
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.recipe import Recipe
 
@@ -37,11 +38,16 @@ class Subject:
     compiled: bool = False
 
     def model(self) -> RecurrentLM:
-        """A new one, in fp64 and evaluation mode."""
+        """A new one, in fp64 and evaluation mode, with memories where a law names none."""
         return make(self.config, self.seed)
 
 
 def make(config: ModelConfig, seed: int = 0) -> RecurrentLM:
+    """`make_plain`, `reminded`."""
+    return reminded(make_plain(config, seed))
+
+
+def make_plain(config: ModelConfig, seed: int = 0) -> RecurrentLM:
     """An fp64 model in evaluation mode. Every parameter is random: zero biases and unit norms would hide faults."""
     model = RecurrentLM(config).double().init(seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -55,6 +61,21 @@ def make(config: ModelConfig, seed: int = 0) -> RecurrentLM:
             else:
                 p.add_(0.05 * noise)
     return model.eval()
+
+
+def reminded(model: RecurrentLM) -> RecurrentLM:
+    """The same model, with random memories where a pass names none, by token id: with zero ones, what projects and
+    weighs memories would be under no law. They are causal, and the same in chunks."""
+    if model.config.memory.carries:
+        shape, enter = (VOCAB, model.config.d_model), model.memory.enter
+        told_VD = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+        def tell(context: Context, x0_BTD: Tensor, memory_BTD: Tensor | None) -> Context:
+            told_BTD = told_VD[context.ids_BT % VOCAB].to(x0_BTD) if memory_BTD is None else memory_BTD
+            return enter(context, x0_BTD, told_BTD)
+
+        model.memory.enter = tell
+    return model
 
 
 def tokens(n_rows: int, n_tokens: int, seed: int = 0) -> Tensor:

@@ -170,6 +170,12 @@ class KeyStore:
         self.live_BS = torch.cat([self.live_BS & ~same_BST.any(-1), live_BT], 1)
         return View.tagged(pos_BT, self.pos_BS, self.live_BS)
 
+    def positions(self, like_BT: Tensor) -> Tensor:
+        """Of all stored tokens, [B, S], for as many rows as ``like_BT`` has."""
+        if self.pos_BS is not None:
+            return self.pos_BS
+        return torch.arange(self.n_tokens, device=like_BT.device).expand(like_BT.size(0), -1)
+
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         """Note which tokens of this pass run ``loop``; True for every stored token that has a key there, [B, S]."""
         before_BS = self.ran_BS.get(loop, ran_BT[:, :0])

@@ -82,18 +82,22 @@ class IteratedPrefill(Prefill):
 
     kind: Literal["iterated"] = "iterated"
     tolerance: PositiveFloat = 0.01
-    """Largest change of a token's memory (root mean square over its width, where a memory's own is 1) at which it has
-    stopped."""
+    """Largest change of a token's memory (root mean square over its width, where a memory's own is 1) at which its row
+    has stopped."""
     max_passes: PositiveInt = 8
     """Passes after the first, at most."""
 
     def read(self, chunk: Chunk) -> None:
         chunk.at_once()
+        going_B: Tensor | None = None
         for _ in range(min(self.max_passes, chunk.n_tokens)):
             before_BTD = chunk.sources_BTD
-            chunk.again(0, 1)
-            if chunk.changed_since(before_BTD) < self.tolerance:
+            chunk.again(0, 1, going_B)
+            changed_B = chunk.changed_since(before_BTD) >= self.tolerance
+            if not changed_B.any():
                 return
+            # A row that has stopped stays as it is, as it would alone.
+            going_B = None if changed_B.all() else changed_B
 
 
 def prefills() -> dict[str, Prefill]:
@@ -258,19 +262,23 @@ class Chunk:
         assert part.source_BTD is not None
         self.y_BTD, self.sources_BTD = part.y_BTD, part.source_BTD
 
-    def again(self, first: int, stride: int) -> None:
-        """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now."""
+    def again(self, first: int, stride: int, rows_B: Tensor | None = None) -> None:
+        """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now.
+
+        Args:
+            rows_B: of which rows; None: of all.
+        """
         memory_BTD = self._memories()
-        if self.reader.store.pos_BS is None:
+        if self.reader.store.pos_BS is None and rows_B is None:
             index_K = torch.arange(self.n_tokens, device=memory_BTD.device)[(first - self.start) % stride :: stride]
             if not len(index_K):
                 return
             store = Again(self.reader.store, self.start + index_K)
             index_BK, real_BK = index_K.expand(self.ids_BT.size(0), -1), None
         else:
-            pos_BT = self.reader.store.pos_BS[:, self.start :]
-            runs_BT = pos_BT % stride == first
+            runs_BT = self.reader.store.positions(self.ids_BT)[:, self.start :] % stride == first
             runs_BT = runs_BT if self.live_BT is None else runs_BT & self.live_BT
+            runs_BT = runs_BT if rows_B is None else runs_BT & rows_B[:, None]
             n_most = int(runs_BT.sum(1).max())
             if not n_most:
                 return
@@ -283,10 +291,10 @@ class Chunk:
         self.y_BTD = replaced(self.y_BTD, index_BK, part.y_BTD, real_BK)
         self.sources_BTD = replaced(self.sources_BTD, index_BK, part.source_BTD, real_BK)
 
-    def changed_since(self, sources_BTD: Tensor) -> float:
-        """The largest change of what a token has become, root mean square over its width."""
+    def changed_since(self, sources_BTD: Tensor) -> Tensor:
+        """The largest change of what a token of each row has become, [B], root mean square over its width."""
         change_BT = (self.sources_BTD - sources_BTD).float().square().mean(-1).sqrt()
-        return float((change_BT if self.live_BT is None else change_BT * self.live_BT).max())
+        return (change_BT if self.live_BT is None else change_BT * self.live_BT).amax(1)
 
     def _recall(self, sources_BTD: Tensor) -> Tensor:
         return self.reader.model.memory.recall(sources_BTD)

@@ -90,14 +90,14 @@ class Again:
 
     Args:
         store: as the pass before left it.
-        index: columns of the store that it runs, [K], where its keys are positions 0 .. n - 1; else [B, K].
+        index: columns of the store that it runs, [B, K]; or [K], where its keys are positions 0 .. n - 1.
         real_BK: with the latter: False where an entry only fills its row up and is to change nothing.
     """
 
     decodes: ClassVar[bool] = True
 
     def __init__(self, store: KeyStore, index: Tensor, real_BK: Tensor | None = None) -> None:
-        assert (index.dim() == 1) is (store.pos_BS is None) is (real_BK is None)
+        assert (index.dim() == 1) is (real_BK is None) and (store.pos_BS is None or index.dim() == 2)
         self.store, self.index, self.real_BK = store, index, real_BK
         self.n_tokens = store.n_tokens
 
@@ -106,10 +106,11 @@ class Again:
     ) -> View:
         """As `KeyStore.open`; positions are those that the tokens have."""
         assert n_loops == self.store.n_loops and pos_BT is None and live_BT is None
-        if self.store.pos_BS is None:
+        if self.index.dim() == 1:
             key_pos_S = torch.arange(self.n_tokens, device=device)
             return View(self.index, key_pos_S, None, key_pos_S <= self.index[:, None], False)
-        return View.tagged(self.store.pos_BS.gather(1, self.index), self.store.pos_BS, self.store.live_BS)
+        key_pos_BS = self.store.positions(self.index)
+        return View.tagged(key_pos_BS.gather(1, self.index), key_pos_BS, self.store.live_BS)
 
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         """As `KeyStore.ran`."""

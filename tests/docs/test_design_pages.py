@@ -14,8 +14,10 @@ from alcoda.config import Choice, validate
 from alcoda.depth.sample import Depth
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.config import ModelConfig
+from alcoda.model.prefill import Prefill
 from alcoda.training.objective import Objective
 from alcoda.training.parallel import Parallel
+from alcoda.training.passes import Passes
 from alcoda.training.recipe import Recipe, load_recipe, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,13 @@ GRT_MINI = str(ROOT / "recipes/mini/grt.yaml")
 
 def axes() -> dict[str, type[Choice]]:
     """Every axis, by the name of its entry."""
-    found: dict[str, type[Choice]] = {"depth": Depth, "objective": Objective, "parallel": Parallel}
+    found: dict[str, type[Choice]] = {
+        "depth": Depth,
+        "objective": Objective,
+        "passes": Passes,
+        "prefill": Prefill,
+        "parallel": Parallel,
+    }
     for config in (ModelConfig, BlockConfig):
         for name, field in config.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Choice):
@@ -114,7 +122,8 @@ def test_files_that_are_named_exist() -> None:
 
 def kind_of(recipe: Recipe, axis: str) -> str:
     """What the recipe chose on an axis (the sandwich is a word, and no choice)."""
-    place = next(part for part in (recipe.model, recipe.model.block, recipe) if axis in type(part).model_fields)
+    places = (recipe.model, recipe.model.block, recipe, recipe.eval)
+    place = next(part for part in places if axis in type(part).model_fields)
     value = getattr(place, axis)
     return value.kind if isinstance(value, Choice) else value
 

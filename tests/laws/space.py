@@ -46,6 +46,10 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("inject", "concat"): [{"noise": 0.1, "bias": True}, {"start": "identity"}],
     ("inject", "diagonal"): [{"b": "diagonal"}],
     ("keys", "anchor"): [{"rope": True}],
+    ("memory", "prev_token"): [
+        {"residual": False, "share": "per_layer", "gates": False, "mean_of": 2},
+        {"kv": False, "beta": 0.3, "lag": 2, "source": "final"},
+    ],
     ("norm", "layernorm"): [{"weight": False}],
     ("norm", "rmsnorm"): [{"weight": False}],
     ("position", "rope"): [{"pairs": "interleaved", "base": 50_000.0}],

@@ -169,10 +169,10 @@ class Hoarder(KeyStore):
 
     def open(self, *args, **kwargs) -> View:
         view = super().open(*args, **kwargs)
-        if self._pos_BS is None:
+        if self.pos_BS is None:
             return view
-        self._live_BS = torch.ones_like(self._live_BS)
-        return View.tagged(view.pos, self._pos_BS, self._live_BS)
+        self.live_BS = torch.ones_like(self.live_BS)
+        return View.tagged(view.pos, self.pos_BS, self.live_BS)
 
 
 def test_control_a_store_that_does_not_retire_is_noticed() -> None:
@@ -191,14 +191,14 @@ def test_the_first_token_of_a_left_padded_row_can_be_written_again() -> None:
     store = KeyStore()
     ids_BT, pos_BT, live_BT = left_padded(old)
     model(ids_BT, 3, pos_BT=pos_BT, live_BT=live_BT, store=store)
-    assert store._live_BS.sum(1).tolist() == [6, 3]
+    assert store.live_BS.sum(1).tolist() == [6, 3]
     n_again = 3  # of the short row all, of the long row the first three: the rest of it stands after the new keys
     again = model(
         torch.stack([row[:n_again] for row in new]), 3, pos_BT=torch.arange(n_again).expand(2, -1), store=store
     )
     for row in range(2):
         close(again[row], model(new[row][None], 3)[0, :n_again], EXACT, f"row {row}")
-    assert store._live_BS.sum(1).tolist() == [6, 3]
+    assert store.live_BS.sum(1).tolist() == [6, 3]
 
 
 @over_space(decodes)

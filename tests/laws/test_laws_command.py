@@ -77,9 +77,19 @@ def test_every_recipe_keeps_every_law(path: Path) -> None:
     declared = set() if recipe.model.sharing.is_tied else {"tied"}
     if recipe.model.max_loops is not None:
         declared.add("own_depth")
+    of_memory = {law.name for law in LAWS if law.number == 4}
     if recipe.model.route.gathers:
         declared |= {"forward_flops", "training_flops", "no_leak_in_training", "bf16"}
+    silent -= set() if recipe.model.memory.carries else of_memory
     assert silent <= {"compiled"} | (declared if recipe.model.is_recurrent else dense)
+
+
+@pytest.mark.parametrize("name", ["mini/grt", "mini/cart", "mini/mor_token_choice"])
+def test_a_recipe_with_a_memory_keeps_every_law(name: str) -> None:
+    report = check_laws(load_recipe(name, ["model.memory=prev_token"]))
+    assert report.hold, [(result.law, result.message) for result in report.broken]
+    silent = {result.law for result in report.results if result.status == "not applicable"}
+    assert not silent & {law.name for law in LAWS if law.number == 4} and "resume" not in silent
 
 
 def test_the_command_prints_a_table_and_json() -> None:
@@ -118,6 +128,7 @@ FAULTS: dict[str, tuple[str, str, set[str]]] = {
     "future_leak": ("model.keys=future_leak", "no_leak", {"no_leak_in_training", "cached"}),
     "ignored_padding": ("model.block.attention=ignored_padding", "left_padded", {"idle_rows"}),
     "untied": ("model.sharing=claims_tied", "tied", {"params"}),
+    "late_memory": ("model.memory=late_memory", "refinement", {"prefill_then_decode", "refinement_gradients"}),
     "lossy_cache": ("model.block.attention=lossy_cache", "cached", {"left_padded", "written_again"}),
 }
 """By plugin: what names it in a recipe, the law that must catch it, and others that it breaks."""
@@ -138,6 +149,8 @@ def test_a_planted_fault_is_caught_within_a_minute(name: str) -> None:
     assert took_s < 60
     if name == "ignored_padding":  # what has no padding is as it was
         assert results["no_leak"]["status"] == results["cached"]["status"] == "holds"
+    if name == "late_memory":  # what reads memories that it is given is as it was
+        assert results["cached"]["status"] == results["gradients"]["status"] == "holds"
     if name == "lossy_cache":
         assert results["no_leak"]["status"] == results["gradients"]["status"] == "holds"
 
@@ -300,4 +313,4 @@ def test_a_model_without_a_legal_small_one_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_laws_have_names_of_their_own() -> None:
     assert len({law.name for law in registry.LAWS}) == len(registry.LAWS) >= 20
-    assert {law.number for law in registry.LAWS} == {1, 2, 5, 6, 7}
+    assert {law.number for law in registry.LAWS} == {1, 2, 4, 5, 6, 7}

@@ -26,7 +26,7 @@ def test_the_axes_of_the_design_are_all_there() -> None:
     assert {axis.axis for axis in REGISTRIES} == {
         *("norm", "attention", "window", "value_embed", "mlp", "position", "embedding", "head", "soft_cap"),
         *("state_init", "carry", "loop_index", "inject", "keys", "sharing", "route", "update", "loop_norm"),
-        *("exit_gate", "readout_map", "final_norm"),
+        *("exit_gate", "readout_map", "memory", "final_norm"),
     }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.keys import Context
+from alcoda.model.memory import Memory
 from alcoda.model.recurrence.keys import AnchorKeys, AnchorKeysModule
 from alcoda.model.shape import Place, Shape
 
@@ -16,8 +17,8 @@ from alcoda.model.shape import Place, Shape
 class FutureLeak(AnchorKeys):
     kind: Literal["future_leak"] = "future_leak"
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place]) -> nn.Module:
-        return SeesAll(self, block, shape, places)
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
+        return SeesAll(self, block, shape, places, memory)
 
 
 class SeesAll(AnchorKeysModule):
