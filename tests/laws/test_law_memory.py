@@ -136,13 +136,16 @@ def test_control_a_memory_of_another_token_in_a_whole_pass(monkeypatch: pytest.M
 
 def test_control_stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     merged = KeyPages._merged
-    monkeypatch.setattr(KeyPages, "_merged", lambda self, old, new: merged(self, old, new) if self.is_new else old)
+    monkeypatch.setattr(
+        KeyPages, "_merged", lambda self, old, new, dim: merged(self, old, new, dim) if self.is_new else old
+    )
     broken(law.refinement, f"{law.T} subsets: the last state is not that of reading")
     broken(refinement_gradients, "the loss of the passes")
 
 
 def test_control_keys_at_the_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeyPages, "_index", property(lambda self: self._index_K.flip(0)))
+    merged = KeyPages._merged
+    monkeypatch.setattr(KeyPages, "_merged", lambda self, old, new, dim: merged(self, old, new.flip(dim), dim))
     broken(law.refinement, "2 subsets: prefill is not as training")
     broken(refinement_gradients, "the loss of the passes")
 
@@ -167,7 +170,7 @@ def test_control_one_page_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     def write(self: KeyPages, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         keys = k_BGTK, v_BGTK
         if self.earlier is not None:
-            keys = self._merged(held[slot][0], k_BGTK), self._merged(held[slot][1], v_BGTK)
+            keys = self._merged(held[slot][0], k_BGTK, 2), self._merged(held[slot][1], v_BGTK, 2)
         held[slot] = keys
         return keys
 
