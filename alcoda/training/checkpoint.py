@@ -94,6 +94,12 @@ def listed(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def last_good(folder: Path) -> str:
+    """A sentence on the checkpoint in ``folder`` to go on from."""
+    good = listed(folder)
+    return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
+
+
 def step_of(path: Path) -> int:
     """The train step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)

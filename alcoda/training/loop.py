@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alcoda import launch, plugins, progress
+from alcoda import launch, progress
 from alcoda.data.batches import Batch
 from alcoda.data.prepare import Data, prepare
-from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.plan import LoopPlan
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, remove_abandoned, write_text
 from alcoda.model.blocks import Stack
 from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint
+from alcoda.training.begin import check_vocabulary, first_record, notes, parallel_record
 from alcoda.training.device import (
     autocast,
-    describe,
     keep_freed_memory,
     peak_memory_bytes,
     pick_device,
@@ -42,15 +41,13 @@ from alcoda.training.parallel import check_rows, full
 from alcoda.training.passes import step_loss
 from alcoda.training.processes import ALONE, Processes, joined
 from alcoda.training.recipe import Recipe
-from alcoda.training.run import RunFolder, provenance
+from alcoda.training.run import RunFolder
 from alcoda.training.start import start
 from alcoda.training.stop import stop_on_signal
 from alcoda.training.track import Trackers, check_trackers
 from alcoda.training.trainable import freeze
 from alcoda.training.validate import validation
 from alcoda.training.window import Window
-
-SMALL_VALID_BYTES = 20_000
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,10 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> TrainResult:
     check_rows(world_size, recipe.train.batch_size, recipe.train.micro_batches)
     if recipe.train.compile:
         recipe.parallel.check_compile(world_size)
-    with joined(device, recipe.parallel.timeout_s) as processes, processes.losing(lambda: last_good(run)):
+    with (
+        joined(device, recipe.parallel.timeout_s) as processes,
+        processes.losing(lambda: checkpoint.last_good(run.checkpoints)),
+    ):
         return _train(recipe, run, resume, device, dtype, processes)
 
 
@@ -140,39 +140,6 @@ def _train(
         return trainer.run_to_end()
 
 
-def last_good(run: RunFolder) -> str:
-    """A sentence on the checkpoint to go on from."""
-    good = checkpoint.listed(run.checkpoints)
-    return f"The last good checkpoint is {good[-1]}" if good else "There is no checkpoint yet"
-
-
-def notes(recipe: Recipe, data: Data) -> list[str]:
-    """What the user should know before the first step."""
-    found = list(data.notes)
-    schedule, steps = recipe.train.schedule, recipe.n_steps
-    if schedule.warmup_steps >= steps:
-        found.append(
-            f"the warm-up of {schedule.warmup_steps} steps (train.schedule.warmup_steps) is not over after {steps} "
-            "steps: the learning rate never reaches its peak"
-        )
-    for name, stream in data.split("valid").items():
-        if stream.n_bytes < SMALL_VALID_BYTES:
-            found.append(
-                f"{name}: only {stream.n_bytes:,} bytes to validate on; figures on so little text say little "
-                "(data.splits.valid, or data.valid: a corpus of its own)"
-            )
-    return found
-
-
-def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids the embedding does not hold."""
-    if tokenizer.vocab_size > recipe.model.vocab_size:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens and model.vocab_size is {recipe.model.vocab_size:,}: "
-            f"raise model.vocab_size to {tokenizer.vocab_size} or more, or take a smaller tokenizer"
-        )
-
-
 class Trainer:
     """One run in progress, at its beginning; `restore` moves it to a checkpoint."""
 
@@ -209,7 +176,7 @@ class Trainer:
 
     def run_to_end(self) -> TrainResult:
         """Train until the recipe's last step or a signal."""
-        self._begin_record()
+        self._record(**first_record(self))
         if self.recipe.train.compile:
             self._compile()
         try:
@@ -226,7 +193,7 @@ class Trainer:
             raise
         peaks = self.processes.gather(peak_memory_bytes(self.device))
         self._record(
-            status=status, result=self._result_json(), parallel={**self._parallel_json(), "peak_memory_bytes": peaks}
+            status=status, result=self._result_json(), parallel={**parallel_record(self), "peak_memory_bytes": peaks}
         )
         return TrainResult(
             self.run.path,
@@ -327,8 +294,8 @@ class Trainer:
         where = "; ".join(batch.where[:4]) + (f"; and {len(batch.where) - 4} more rows" if len(batch.where) > 4 else "")
         return (
             f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
-            f"Nothing was saved of that step. {last_good(self.run)}. Lower the learning rate (train.optimizer.lr), "
-            "clip harder (train.clip), or train in float32 (train.dtype)"
+            f"Nothing was saved of that step. {checkpoint.last_good(self.run.checkpoints)}. Lower the learning rate "
+            "(train.optimizer.lr), clip harder (train.clip), or train in float32 (train.dtype)"
         )
 
     def _set_lr(self) -> float:
@@ -347,7 +314,8 @@ class Trainer:
             if self.train_step == self.n_steps:
                 raise RunError(
                     f"the model diverged: its validation loss is not finite after the last step, {self.train_step}. "
-                    f"{last_good(self.run)}. Lower the learning rate (train.optimizer.lr) or clip harder (train.clip)"
+                    f"{checkpoint.last_good(self.run.checkpoints)}. Lower the learning rate (train.optimizer.lr) or "
+                    "clip harder (train.clip)"
                 )
         elif self.best is None or bits < self.best["bits_per_byte"]:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
@@ -409,48 +377,9 @@ class Trainer:
             if isinstance(module, Stack):
                 module.compile()
 
-    def _begin_record(self) -> None:
-        recipe = self.recipe
-        record = {
-            "name": recipe.name,
-            "description": recipe.description,
-            "status": "running",
-            **provenance(),
-            "seeds": {"train": recipe.train.seed, "data": recipe.data.seed},
-            "plugins": plugins.used(),
-            **self.started,
-            "machine": describe(self.device, self.dtype),
-            "parallel": self._parallel_json(),
-            "data": self.data.describe(),
-            "ledger": recipe.ledger().to_json(),
-            "depth": {
-                "kind": recipe.depth.kind,
-                "mean": round(recipe.depth.mean_loops, 3),
-                "max": recipe.depth.max_loops,
-            },
-            "result": None,
-        }
-        if self.processes.is_main and self.run.run_json.exists():
-            before = self.run.record()
-            for name in plugins.changed(before.get("plugins", [])):
-                progress.say(f"the plugin {name} is not the one that the run was begun with")
-            record["created"] = before["created"]
-            record["sessions"] = [*before.get("sessions", []), {k: before[k] for k in ("commit", "command", "machine")}]
-        self._record(**record)
-
     def _record(self, **fields: Any) -> None:
         if self.processes.is_main:
             self.run.update_record(**fields)
-
-    def _parallel_json(self) -> dict[str, Any]:
-        sent = self.shared.communication(self.optimizers)
-        return {
-            "kind": self.recipe.parallel.kind,
-            "processes": self.processes.world_size,
-            "hosts": self.processes.hosts,
-            "backend": self.processes.backend,
-            **{f"{collective}_bytes_per_step": n_bytes for collective, n_bytes in sent.items()},
-        }
 
     def _result_json(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ from helpers import Cli, recipe, write_corpus, write_recipe
 
 from alcoda import api
 from alcoda.config import validate
-from alcoda.training import loop
+from alcoda.training import begin
 from alcoda.training.recipe import Recipe
 
 
@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 def _no_note_on_small_texts() -> Iterator[None]:
     """The texts here are tiny, and most tests look at all that is said."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "SMALL_VALID_BYTES", 0)
+        patch.setattr(begin, "SMALL_VALID_BYTES", 0)
         yield
 
 

@@ -22,7 +22,7 @@ from alcoda.data.prepare import open_corpus, prepare
 from alcoda.engine import llm
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cost import ledger
-from alcoda.training import checkpoint, loop
+from alcoda.training import begin, checkpoint
 from alcoda.training.loop import Trainer
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.score import Scored
@@ -373,7 +373,7 @@ def test_a_bpe_run(tmp_path: Path, corpus: Path, run_cli: Cli) -> None:
 def test_what_the_user_should_know_before_the_first_step(
     tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SMALL_VALID_BYTES", 20_000)
+    monkeypatch.setattr(begin, "SMALL_VALID_BYTES", 20_000)
     done = run_cli("train", tiny, "--out", tmp_path / "run", "--set", "train.schedule.warmup_steps=50")
     assert done.code == 0, done.err
     assert "bytes to validate on" in done.err
