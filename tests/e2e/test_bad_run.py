@@ -335,6 +335,7 @@ def test_ctrl_c_while_the_data_are_prepared(
     tmp_path: Path, corpus: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_recipe(tmp_path / "bpe.yaml", corpus, data__tokenizer={"kind": "bpe", "vocab_size": 300})
+    monkeypatch.setenv("ALCODA_CACHE", str(tmp_path / "cache"))  # another test may have prepared the same text
     real = Tokenizer.encode_batch
     for number in (signal.SIGINT, signal.SIGTERM):
 

@@ -149,7 +149,8 @@ def test_a_mini_memory_is_matched_to_dense_over_the_run(name: str) -> None:
     base, recipe = (load_recipe(f"mini/{one}") for one in (name.removeprefix("lrt_"), name))
     goal = dense_recipe.n_steps * dense.training_flops_per_token
     assert abs(recipe.n_steps * recipe.ledger().training_flops_per_token / goal - 1) <= WITHIN
-    assert recipe.model == base.model.model_copy(update={"memory": recipe.model.memory})
+    own = {axis: getattr(recipe.model, axis) for axis in ("memory", "embedding")}
+    assert recipe.model == base.model.model_copy(update=own) and recipe.model.embedding.kind == "norm"
     whole = recipe.train.model_copy(update={"steps": dense_recipe.n_steps})
     assert (recipe.data, whole) == (dense_recipe.data, dense_recipe.train)
     assert abs(load_recipe(f"mini/{name}_isoparam").ledger().params / dense.params - 1) <= WITHIN
