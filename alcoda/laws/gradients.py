@@ -89,9 +89,10 @@ def derivative(subject: Subject) -> None:
 
 
 def is_dead_by_nature(name: str, config: ModelConfig) -> bool:
-    """A key's bias adds q . b to all scores of a query, which softmax ignores, unless rotary positions turn it or a
-    norm follows."""
-    if not name.endswith(".k.bias") or config.block.attention.qk_norm != "none":
+    """A key's bias adds q . b to all scores of a query, which softmax ignores, unless rotary positions turn it, a norm
+    follows, or each token has a gate on it."""
+    alive = config.block.attention.qk_norm != "none" or config.memory.gates_keys
+    if not name.endswith(".k.bias") or alive:
         return False
     if ".attention.keys." in name:
         return not config.position.rotates

@@ -224,8 +224,8 @@ products up to about this many tokens (benchmarks/train.py); beyond it the T x T
 def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
     """Attention over the visible keys, by the fastest exact kernel for the case; `attend_naive` is its reference."""
     trains = torch.is_grad_enabled() and q_BHTK.requires_grad
-    # A mask of positions that all rows share leaves each query at least its own key: no row of scores is empty.
-    plain = view.is_causal or (view.mask is not None and view.pos.dim() == 1 and view.mask.dim() == 2)
+    # A mask in one for all rows: then each query sees at least its own key, and no row of scores is empty.
+    plain = view.is_causal or (view.mask is not None and view.mask.dim() == 2)
     if trains and plain and q_BHTK.device.type == "cpu" and k_BGSK.size(2) <= EXPLICIT_MAX_TOKENS:
         return _attend_explicit(q_BHTK, k_BGSK, v_BGSK, view)
     return F.scaled_dot_product_attention(

@@ -35,8 +35,16 @@ class Memory(Choice, axis="memory"):
 
     carries: ClassVar[bool] = False
     """Whether a token reads what an earlier one has become, so that only one token at a time is exact."""
-    mixes_keys: ClassVar[bool] = False
-    """Whether keys and values are of more than a linear map of the layer's input, so that no latent stands for them."""
+
+    @property
+    def mixes_keys(self) -> bool:
+        """Whether keys and values are of more than a linear map of the layer's input: no latent stands for them."""
+        return False
+
+    @property
+    def gates_keys(self) -> bool:
+        """Whether a layer's own keys and values are gated."""
+        return False
 
     def check(self, n_prelude: int, n_core: int, n_coda: int) -> None:
         """Raise ValueError where the choice does not fit the model's layers."""
@@ -81,7 +89,14 @@ class Gated(Memory):
     at the start. The control for what the gates alone are worth (papers.md 4.3: marginal)."""
 
     kind: Literal["gated"] = "gated"
-    mixes_keys: ClassVar[bool] = True
+
+    @property
+    def mixes_keys(self) -> bool:
+        return True
+
+    @property
+    def gates_keys(self) -> bool:
+        return True
 
     def build_recall(self, shape: Shape, d_kv: int) -> nn.Module:
         return RecallModule(shape, d_kv, n_gates=1, own=False)
@@ -103,7 +118,6 @@ class PrevToken(Memory):
 
     kind: Literal["prev_token"] = "prev_token"
     carries: ClassVar[bool] = True
-    mixes_keys: ClassVar[bool] = True
     source: str | None = None
     """``prelude.I`` or ``coda.I``: after that block (from 0); ``core``: the state after the last loop; ``final``: what
     the head reads. Null: the block at 0.6 of those that a token passes, and ``core`` where that is in the loop."""
@@ -123,6 +137,14 @@ class PrevToken(Memory):
     """One pair of projections U for all layers, or one for each."""
     gates: Bool = True
     """Whether the sum in keys and values is gated."""
+
+    @property
+    def mixes_keys(self) -> bool:
+        return self.kv
+
+    @property
+    def gates_keys(self) -> bool:
+        return self.kv and self.gates
 
     def check(self, n_prelude: int, n_core: int, n_coda: int) -> None:
         if not self.residual and not self.kv:

@@ -156,9 +156,9 @@ def test_the_loss_changes_as_its_gradient_says(config: ModelConfig) -> None:
 def test_control_a_wrong_gradient_is_noticed(fault: Callable[[Tensor], Tensor]) -> None:
     model = make(house(**GRT)).train()
 
-    def hook(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(fault)
+    def hook(module: torch.nn.Module, args: tuple[Tensor, ...], out: tuple[Tensor, Tensor]) -> None:
+        if out[0].requires_grad:
+            out[0].register_hook(fault)
 
     model.core.stack.register_forward_hook(hook)
     with pytest.raises(AssertionError, match="derivative: the gradient says"):
