@@ -402,8 +402,9 @@ def main() -> None:
     except (UsageError, RunError) as error:
         if debug:
             raise
-        # What was asked wrongly is the same for every process of a run: the main one says it.
-        if not error.is_said and (launch.is_main() or isinstance(error, RunError)):
+        # What was asked wrongly is the same for every process of a run, unless it says otherwise: the main one says it.
+        found_by_all = error.is_said is None and isinstance(error, UsageError)
+        if not error.is_said and (launch.is_main() or not found_by_all):
             say(f"error: {error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:

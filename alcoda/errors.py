@@ -13,8 +13,8 @@ class UsageError(ValueError):
     """
 
     exit_code = 2
-    is_said = False
-    """Whether another process of the run tells the user."""
+    is_said: bool | None = None
+    """Of many processes, whether another one tells the user; None: all may have found it."""
 
 
 class RunError(RuntimeError):
@@ -24,8 +24,8 @@ class RunError(RuntimeError):
     """
 
     exit_code = 1
-    is_said = False
-    """Whether another process of the run tells the user."""
+    is_said: bool | None = None
+    """Of many processes, whether another one tells the user; None: all may have found it."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -177,7 +177,7 @@ class ModelConfig(Config):
         self.block.check(shape)
         if self.n_prelude + self.n_core + self.n_coda == 0:
             raise ValueError("n_prelude, n_core and n_coda are all 0: a model needs at least one block")
-        self.memory.check(self.n_prelude, self.n_core, self.n_coda)
+        self.memory.check(self.n_prelude, self.n_core, self.n_coda, self.seq_len)
         if self.is_recurrent:
             self._check_recurrent()
         else:

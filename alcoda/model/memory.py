@@ -46,7 +46,7 @@ class Memory(Choice, axis="memory"):
         """Whether a layer's own keys and values are gated."""
         return False
 
-    def check(self, n_prelude: int, n_core: int, n_coda: int) -> None:
+    def check(self, n_prelude: int, n_core: int, n_coda: int, seq_len: int) -> None:
         """Raise ValueError where the choice does not fit the model's layers."""
 
     def source_of(self, n_prelude: int, n_core: int, n_coda: int, n_loops: int) -> Source | None:
@@ -146,13 +146,18 @@ class PrevToken(Memory):
     def gates_keys(self) -> bool:
         return self.kv and self.gates
 
-    def check(self, n_prelude: int, n_core: int, n_coda: int) -> None:
+    def check(self, n_prelude: int, n_core: int, n_coda: int, seq_len: int) -> None:
         if not self.residual and not self.kv:
             raise ValueError("memory.residual=false and memory.kv=false: the memory enters nowhere; set one to true")
         if self.beta is not None and not self.residual:
             raise ValueError("memory.beta is a term of the residual injection: set residual to true, or beta to null")
         if self.source is not None and self.source not in (allowed := _sources(n_prelude, n_core, n_coda)):
             raise ValueError(f"memory.source {self.source!r}{did_you_mean(self.source, allowed)}")
+        if self.lag + self.mean_of > seq_len:
+            raise ValueError(
+                f"memory.lag={self.lag} with mean_of={self.mean_of} reaches back {self.lag + self.mean_of - 1} tokens, "
+                f"and the last of seq_len={seq_len} has {seq_len - 1} before it: lower one of them"
+            )
 
     def source_of(self, n_prelude: int, n_core: int, n_coda: int, n_loops: int) -> Source:
         if self.source is not None:

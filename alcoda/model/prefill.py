@@ -72,7 +72,7 @@ class InterleavedPrefill(Prefill):
     def read(self, chunk: Chunk) -> None:
         subsets = self.subsets or SUBSETS
         chunk.at_once()
-        for first in range(subsets):
+        for first in chunk.strides(subsets):
             chunk.again(first, subsets)
 
 
@@ -261,6 +261,12 @@ class Chunk:
         part = self.reader.run(self.ids_BT, self.reader.store, None, self.pos_BT, self.live_BT)
         assert part.source_BTD is not None
         self.y_BTD, self.sources_BTD = part.y_BTD, part.source_BTD
+
+    def strides(self, n: int) -> Sequence[int]:
+        """Which of ``n`` strides hold a token, in order."""
+        if n <= self.n_tokens:
+            return range(n)
+        return (self.reader.store.positions(self.ids_BT)[:, self.start :] % n).unique().tolist()
 
     def again(self, first: int, stride: int, rows_B: Tensor | None = None) -> None:
         """Those at positions ``first`` modulo ``stride`` once more, with the memories that there are now.

@@ -176,10 +176,11 @@ def _shards(path: Path, prefix: str, processes: Processes, make: Callable[..., T
     """The tensors of a sharded checkpoint whose names begin so, after a look at the hashes, into what
     ``make(name, shape, dtype)`` gives for each. All processes call it."""
     found: dict[str, Tensor] = {}
+    with processes.together():  # before any of them reads a header
+        for name in (n for n in check(path)["files"] if n != TRAIN_STATE and processes.is_main):
+            _read(path, name, lambda file: None)
     with processes.together():
         try:
-            for name in (n for n in check(path)["files"] if n != TRAIN_STATE and processes.is_main):
-                _read(path, name, lambda file: None)
             found = {name: make(name, *about) for name, about in shard.metadata(path, prefix).items()}
         except SafetensorError as error:
             raise RunError(f"the checkpoint {path} is damaged: {error}.{_way_out(path)}") from None
@@ -208,7 +209,8 @@ def load_weights(path: Path, model: RecurrentLM, processes: Processes = ALONE) -
             return want[name] if name in want and want[name].shape == shape else _whole(name, shape, dtype)
 
         have = _shards(path, shard.MODEL, processes, place)
-        _check_fit(path, have, want)
+        with processes.together():
+            _check_fit(path, have, want)
         return
     with processes.together():
         have = read_weights(path)

@@ -272,11 +272,9 @@ class Trainer:
             total += loss.item()
         self.shared.complete()
         (total,) = self.processes.sum([total])
-        if not math.isfinite(total):
-            raise RunError(self._not_finite("loss", total, batch, plan))
+        self._check_finite("loss", total, batch, plan)
         norm = full(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)).item()
-        if not math.isfinite(norm):
-            raise RunError(self._not_finite("gradient norm", norm, batch, plan))
+        self._check_finite("gradient norm", norm, batch, plan)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -290,13 +288,17 @@ class Trainer:
             recipe.objective, recipe.passes, model, inputs_BT, targets_BT, scored_T, plan, recipe.train.recompute
         )
 
-    def _not_finite(self, what: str, value: float, batch: Batch, plan: LoopPlan) -> str:
+    def _check_finite(self, what: str, value: float, batch: Batch, plan: LoopPlan) -> None:
+        """RunError where ``value``, which is the same on all processes, is not."""
+        if math.isfinite(value):
+            return
         where = "; ".join(batch.where[:4]) + (f"; and {len(batch.where) - 4} more rows" if len(batch.where) > 4 else "")
-        return (
-            f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
-            f"Nothing was saved of that step. {checkpoint.last_good(self.run.checkpoints)}. Lower the learning rate "
-            "(train.optimizer.lr), clip harder (train.clip), or train in float32 (train.dtype)"
-        )
+        with self.processes.together():  # said once
+            raise RunError(
+                f"the {what} is {value} at train step {self.train_step + 1} ({plan.n_loops} loops), batch: {where}. "
+                f"Nothing was saved of that step. {checkpoint.last_good(self.run.checkpoints)}. Lower the learning "
+                "rate (train.optimizer.lr), clip harder (train.clip), or train in float32 (train.dtype)"
+            )
 
     def _set_lr(self) -> float:
         factor = self.recipe.train.schedule.factor(self.train_step, self.n_steps)
@@ -312,11 +314,12 @@ class Trainer:
             trackers.log(record)
         if not math.isfinite(bits):
             if self.train_step == self.n_steps:
-                raise RunError(
-                    f"the model diverged: its validation loss is not finite after the last step, {self.train_step}. "
-                    f"{checkpoint.last_good(self.run.checkpoints)}. Lower the learning rate (train.optimizer.lr) or "
-                    "clip harder (train.clip)"
-                )
+                with self.processes.together():  # said once
+                    raise RunError(
+                        f"the model diverged: its validation loss is not finite after the last step, "
+                        f"{self.train_step}. {checkpoint.last_good(self.run.checkpoints)}. Lower the learning rate "
+                        "(train.optimizer.lr) or clip harder (train.clip)"
+                    )
         elif self.best is None or bits < self.best["bits_per_byte"]:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
             return True

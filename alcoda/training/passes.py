@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
@@ -113,12 +114,26 @@ class Refined(Passes):
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:
-        if self.weights is not None and (len(self.weights) != self.passes + 1 or not sum(self.weights)):
+        if self.weights is None:
+            return self
+        if len(self.weights) != self.passes + 1 or not math.isfinite(sum(self.weights)):
             raise ValueError(
                 f"passes.weights={list(self.weights)}: {self.passes + 1} numbers are needed, one for the first pass "
-                f"and one for each of the {self.passes} after it, and not all of them 0"
+                f"and one for each of the {self.passes} after it, with a sum that is one"
+            )
+        if not any(self.weights[1:]):
+            raise ValueError(
+                f"passes.weights={list(self.weights)}: only the first pass, in which every memory is zero, would count "
+                "(if any): a memory learns from those after it; give one of them a weight above 0"
             )
         return self
+
+    def check(self, seq_len: int) -> None:
+        if self.passes > seq_len:
+            raise ValueError(
+                f"passes.passes={self.passes} is more than model.seq_len={seq_len}: after as many passes as tokens "
+                f"the memories are exact; set it to {seq_len} or less"
+            )
 
     def of(self, n_tokens: int) -> tuple[Pass, ...]:
         every, weights = range(n_tokens), self.weights or (1.0,) * (self.passes + 1)

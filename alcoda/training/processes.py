@@ -74,7 +74,8 @@ class Processes:
 
     @contextmanager
     def together(self, is_patient: bool = False) -> Generator[None]:
-        """What one of them finds wrong inside ends all of them, with its message, said once. (No collectives inside.)
+        """What one of them finds wrong inside ends all of them, with its message, said by the main one. (No collectives
+        inside.)
 
         Raises:
             UsageError, RunError: of the lowest rank that has one.
@@ -92,12 +93,11 @@ class Processes:
         first = next((rank for rank, one in enumerate(said) if one is not None), None)
         if first is None:
             return
-        if error is not None and first == self.rank:
-            raise error
-        asked_wrongly, text = said[first] or (False, "")
-        copy = UsageError(text) if asked_wrongly else RunError(text)
-        copy.is_said = True
-        raise copy
+        if error is None or first != self.rank:
+            asked_wrongly, text = said[first] or (False, "")
+            error = UsageError(text) if asked_wrongly else RunError(text)
+        error.is_said = not self.is_main
+        raise error
 
     def first(self, work: Callable[[], T]) -> T:
         """``work`` of rank 0, and then of the others, which find what it left (a cache). It may take long."""
@@ -162,10 +162,12 @@ def joined(device: torch.device, timeout_s: float) -> Generator[Processes]:
         return
     if device.type == "cuda":
         if place.local_rank >= torch.cuda.device_count():
-            raise UsageError(
+            error = UsageError(
                 f"torchrun started a process number {place.local_rank + 1} on a host with "
                 f"{torch.cuda.device_count()} GPUs: lower --nproc-per-node, or set train.device to cpu"
             )
+            error.is_said = False  # the main process has a GPU, and finds nothing wrong
+            raise error
         torch.cuda.set_device(place.local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:

@@ -53,10 +53,12 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> dic
         RunError: the disk refuses.
     """
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    failed: RunError | None = None
     try:
         dcp.save(tensors, storage_writer=writer, process_group=processes.prompt)
-    except CheckpointException as error:
-        raise RunError(f"the checkpoint {folder} could not be written: {_reason(error)}") from None
+    except CheckpointException as error:  # on all of them
+        failed = RunError(f"the checkpoint {folder} could not be written: {_reason(error)}")
+    _end(failed, processes)
     mine = sorted(folder.glob(f"shard-{processes.rank + 1:05d}-*.safetensors"))
     about = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     return {name: one for files in processes.gather(about) for name, one in files.items()}
@@ -81,12 +83,20 @@ def read(folder: Path, prefix: str, into: dict[str, Tensor], processes: Processe
     alone = processes.world_size == 1
     wanted: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in into.items()}
     reader = dcp.HuggingFaceStorageReader(str(folder))
+    failed: RunError | None = None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be, of one process
             dcp.load(wanted, storage_reader=reader, process_group=processes.prompt, no_dist=alone)
-    except CheckpointException as error:
-        raise RunError(f"the checkpoint {folder} cannot be read: {_reason(error)}") from None
+    except CheckpointException as error:  # on all of them
+        failed = RunError(f"the checkpoint {folder} cannot be read: {_reason(error)}")
+    _end(failed, processes)
+
+
+def _end(failed: RunError | None, processes: Processes) -> None:
+    with processes.together():  # said once
+        if failed is not None:
+            raise failed
 
 
 def _reason(error: CheckpointException) -> str:

@@ -19,8 +19,9 @@ from ranks import environment, logged, recipe, torchrun, write_lines
 from typer.testing import CliRunner
 
 from alcoda import api, cli, launch
-from alcoda.errors import UsageError
+from alcoda.errors import RunError, UsageError
 from alcoda.training import checkpoint
+from alcoda.training.processes import Processes, joined
 from alcoda.training.recipe import load_recipe
 
 LONG = 100_000
@@ -176,6 +177,84 @@ def test_an_environment_that_torchrun_does_not_write(monkeypatch: pytest.MonkeyP
         assert launch.is_main()  # somebody has to say it
     monkeypatch.delenv("WORLD_SIZE")
     assert launch.place() == launch.Place() and launch.is_main()
+
+
+class Played(Processes):
+    """One of two processes that both have what ``found`` says, by rank."""
+
+    def __init__(self, rank: int, found: list[Any]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.found = rank, 2, found
+
+    def gather(self, value: Any, is_patient: bool = False) -> list[Any]:
+        return self.found if self.world_size > 1 else [value]
+
+
+@pytest.mark.parametrize("kind", [UsageError, RunError])
+@pytest.mark.parametrize("finder", [0, 1])
+def test_what_one_finds_wrong_the_main_one_says(kind: type[Exception], finder: int) -> None:
+    found: list[Any] = [None, None]
+    found[finder] = (kind is UsageError, "the corpus is gone")
+    for rank in (0, 1):
+        with pytest.raises(kind, match="the corpus is gone") as caught, Played(rank, found).together():
+            if rank == finder:
+                raise kind("the corpus is gone")
+        assert caught.value.is_said is (rank == 1)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_said", "error", "speaks"),
+    [
+        ("0", None, UsageError, True),
+        ("1", None, UsageError, False),
+        ("1", None, RunError, True),
+        ("1", False, UsageError, True),
+        ("1", True, RunError, False),
+        ("0", False, RunError, True),
+    ],
+)
+def test_who_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    is_said: Any,
+    error: Any,
+    speaks: bool,
+) -> None:
+    def fail() -> None:
+        raised = error("it is so")
+        raised.is_said = is_said
+        raise raised
+
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == error.exit_code
+    assert capsys.readouterr().err == ("error: it is so\n" if speaks else "")
+
+
+def test_a_process_without_a_gpu_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with (
+        pytest.raises(UsageError, match="process number 2 on a host with 1 GPUs") as caught,
+        joined(torch.device("cuda"), timeout_s=1),
+    ):
+        pass
+    assert caught.value.is_said is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_is_said_once(tmp_path: Path, started: Any, share: str) -> None:
+    train = {"optimizer": {"kind": "adamw", "lr": 1e30}, "clip": None}
+    processes = pair(started, write_recipe(tmp_path, parallel=share, train=train), tmp_path / "run")
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "error: the " in said[0] and said[0].count("at train step") == 1 and said[1] == "", said
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.memory import PrevToken
-from alcoda.model.prefill import InterleavedPrefill, IteratedPrefill, prefills
+from alcoda.model.prefill import ExactPrefill, InterleavedPrefill, IteratedPrefill, Reader, prefills
 from alcoda.model.shape import Shape
 from alcoda.training import checkpoint
 from alcoda.training.loop import train
@@ -196,7 +196,27 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "no weight": (
         ["passes.kind=refined", "passes.passes=1", "passes.weights=[0, 0]"],
-        r"2 numbers are needed, .*, and not all of them 0",
+        r"only the first pass, .* would count \(if any\)",
+    ),
+    "no weight that teaches": (
+        ["passes.kind=refined", "passes.passes=1", "passes.weights=[1, 0]"],
+        r"weights=\[1\.0, 0\.0\]: only the first pass, .*; give one of them a weight above 0",
+    ),
+    "weights without a sum": (
+        ["passes.kind=refined", "passes.passes=1", "passes.weights=[1e308, 1e308]"],
+        r"2 numbers are needed, .*, with a sum that is one",
+    ),
+    "more passes than tokens": (
+        ["passes.kind=refined", "passes.passes=17"],
+        r"passes\.passes=17 is more than model\.seq_len=16: .*; set it to 16 or less",
+    ),
+    "before every row": (
+        ["model.memory.lag=16"],
+        r"memory\.lag=16 with mean_of=1 reaches back 16 tokens, and the last of seq_len=16 has 15 before it",
+    ),
+    "a mean that is never whole": (
+        ["model.memory.lag=2", "model.memory.mean_of=15"],
+        r"lag=2 with mean_of=15 reaches back 16 tokens",
     ),
     "compile": (
         ["train.compile=true"],
@@ -261,6 +281,33 @@ def test_auto_passes_and_prefill_follow_the_memory(recipe: Path) -> None:
     assert load_recipe(recipe, ["model.memory=gated"]).resolved().passes.kind == "one"
     assert set(prefills()) >= {"exact", "zero", "interleaved", "iterated"}
     assert prefills()["iterated"] == IteratedPrefill(tolerance=0.01, max_passes=8)
+
+
+def test_a_memory_may_reach_as_far_as_a_row(recipe: Path) -> None:
+    load_recipe(recipe, ["model.memory.lag=2", "model.memory.mean_of=14"]).resolved()
+    load_recipe(recipe, ["passes.kind=refined", "passes.passes=16"]).resolved()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.timeout(60)
+def test_more_strides_than_tokens_are_exact_and_no_more_work(recipe: Path, padded: bool) -> None:
+    """A pass over no tokens is none: a huge S would not end otherwise."""
+    model = RecurrentLM(load_recipe(recipe).model).init(0).double().eval()
+    ids_BT = torch.arange(24).view(2, 12) * 7 % 257
+    live_BT = torch.ones(2, 12, dtype=torch.bool)
+    live_BT[1, :3] = not padded
+    pos_BT = (live_BT.cumsum(1) - 1).clamp(min=0) if padded else None
+    read = {}
+    for prefill in (ExactPrefill(), InterleavedPrefill(subsets=10**9), InterleavedPrefill(subsets=2)):
+        reader, parts = Reader(model, 2), []
+        for chunk in (slice(0, 5), slice(5, 12)):
+            tags = (pos_BT[:, chunk], live_BT[:, chunk]) if pos_BT is not None else ()
+            parts.append(reader.read(ids_BT[:, chunk], prefill, *tags))
+        read[prefill] = torch.cat(parts, 1)[live_BT]
+    exact, most, two = read.values()
+    assert torch.allclose(most, exact, rtol=0, atol=1e-12)
+    assert not torch.allclose(two, exact, rtol=0, atol=1e-6)
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
