@@ -227,8 +227,9 @@ def test_control_a_store_that_takes_any_depth_is_noticed(first: int, then: int) 
     class Lenient(KeyStore):
         def open(self, *args, **kwargs) -> View:
             self.n_loops = None
-            for slot in [("core", layer, loop) for layer in range(2) for loop in range(3)]:
-                self._written[slot] = self.n_tokens
+            for loop in range(3):
+                for slot in (("core", 0, loop), ("core", 1, loop), ("coda", 0, loop)):
+                    self._written[slot] = self.n_tokens
             return super().open(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(LawBroken, match=f"{first} loops takes {then} loops"):

@@ -12,7 +12,7 @@ from space import GRT, cases, house
 from torch import Tensor
 
 from alcoda.laws.law import close
-from alcoda.laws.subject import make, tokens
+from alcoda.laws.subject import make, reminded, tokens
 from alcoda.model.attention import GroupedQuery
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
@@ -145,7 +145,7 @@ def without_core(model: RecurrentLM) -> RecurrentLM:
     empty.core.stack.layers = torch.nn.ModuleList()
     state = {k: v for k, v in model.state_dict().items() if k.split(".")[0] not in (*IN_LOOP, "core")}
     empty.load_state_dict(state)
-    return empty.eval()
+    return reminded(empty.eval())
 
 
 def gated(config: ModelConfig) -> ModelConfig:

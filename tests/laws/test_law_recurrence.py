@@ -156,7 +156,7 @@ def test_lti_delta_with_a_silent_core_converges_to_a_multiple_of_the_anchor() ->
     """Inject add, no carry-in: h = s (h + e), whose fixed point is s / (1 - s) e."""
     model = silent_core(make(house(inject="add", update="lti_delta")))
     seen: list[Tensor] = []
-    model.prelude.register_forward_hook(lambda module, args, out: seen.append(out))
+    model.prelude.register_forward_hook(lambda module, args, out: seen.append(out[0]))
     with torch.no_grad():
         state = next(model.readouts(tokens(B, T), [200])).state
         s_D = torch.sigmoid(model.update.a)
@@ -355,7 +355,7 @@ def test_rows_that_idle_cost_nothing_and_end_with_gradients() -> None:
     """Shallow rows idle at the start: the last loops, which carry the gradients, are the last of every row."""
     model, ids_BT = make(house(inject="concat")).train(), tokens(2, T)
     rows: list[int] = []
-    handle = model.core.stack.register_forward_hook(lambda module, args, out: rows.append(out.shape[0]))
+    handle = model.core.stack.register_forward_hook(lambda module, args, out: rows.append(out[0].shape[0]))
     model(ids_BT, 4, rows=[1, 4])
     handle.remove()
     assert rows == [1, 1, 1, 2]

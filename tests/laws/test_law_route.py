@@ -141,7 +141,7 @@ def test_tokens_that_are_out_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         model = make(house(route="token_choice"))
         force_depths(monkeypatch, n_chosen)
         rows: list[int] = []
-        model.core.stack.register_forward_hook(lambda module, args, out, rows=rows: rows.append(out[..., 0].numel()))
+        model.core.stack.register_forward_hook(lambda module, args, out, rows=rows: rows.append(out[0][..., 0].numel()))
         with torch.no_grad():
             model(tokens(B, T), 3)
         assert rows == [B * T] * n_chosen
@@ -167,7 +167,7 @@ def test_capacity_warms_up() -> None:
     assert [config.n_run(r, 3, 90, 10) for r in range(3)] == [config.n_run(r, 3, 90) for r in range(3)] == [90, 60, 30]
     model = make(house(route={"kind": "expert_choice", "warmup_steps": 10})).train()
     rows: list[int] = []
-    model.core.stack.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    model.core.stack.register_forward_hook(lambda module, args, out: rows.append(out[0].shape[1]))
     for train_step, expected in ((0, [9, 9, 9]), (4, [9, 8, 7]), (10, [9, 6, 3]), (None, [9, 6, 3])):
         rows.clear()
         model.route.train_step = train_step
