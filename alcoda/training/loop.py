@@ -443,10 +443,14 @@ class Trainer:
             self.run.update_record(**fields)
 
     def _parallel_json(self) -> dict[str, Any]:
-        sent = self.shared.communication(self.optimizers)
+        recipe, world_size = self.recipe, self.processes.world_size
+        n_micro, whole = recipe.train.micro_batches, recipe.train.optimizer.gathered(self.model)
+        sent: dict[str, float] = {}
+        if world_size > 1:
+            sent = recipe.parallel.communication(self.model, world_size, n_micro, recipe.run_once, whole)
         return {
-            "kind": self.recipe.parallel.kind,
-            "processes": self.processes.world_size,
+            "kind": recipe.parallel.kind,
+            "processes": world_size,
             "hosts": self.processes.hosts,
             "backend": self.processes.backend,
             **{f"{collective}_bytes_per_step": n_bytes for collective, n_bytes in sent.items()},
