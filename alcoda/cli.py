@@ -226,7 +226,10 @@ def cost(
     ranks: Annotated[
         int | None, typer.Option(help="Estimate memory, communication and time of a train step on so many ranks.")
     ] = None,
-    parallel: Annotated[str, typer.Option(help="How --ranks share the work: ddp or fsdp.")] = "ddp",
+    parallel: Annotated[
+        str | None,
+        typer.Option(help="How --ranks share the work: ddp or fsdp. Default: as the recipe says."),
+    ] = None,
     peak_tflops: Annotated[
         float | None, typer.Option(help="What a rank's device can do, 10^12 FLOP/s in the recipe's dtype. For times.")
     ] = None,
@@ -241,7 +244,7 @@ def cost(
     from alcoda import api
 
     files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
-    if ranks is None and (parallel != "ddp" or utilisation != 0.4 or peak_tflops or bandwidth_gbps):
+    if ranks is None and (parallel is not None or utilisation != 0.4 or peak_tflops or bandwidth_gbps):
         raise UsageError("--parallel, --peak-tflops, --utilisation and --bandwidth-gbps go with --ranks N")
     if by is not None or free is not None or at is not None:
         if by is None or free is None:

@@ -71,18 +71,19 @@ class Attention(Choice, axis="attention"):
             "scores": Cost(flops=4 * shape.seq_len * d_q),
         }
 
-    def key_kept_bytes(self, shape: Shape, kept: Kept) -> int:
-        """Bytes a token that `build_keys` keeps for its backward pass, without what it reads."""
+    def key_kept_bytes(self, shape: Shape, kept: Kept) -> float:
+        """Bytes a token that `build_keys` keeps for its backward pass, without what it reads; the keys and values that
+        the queries read included."""
         d_kv = self.kv_heads(shape.n_heads) * shape.d_head
-        return ((2 + self._has_norm) * d_kv + (self.latent_width(shape.d_model) or 0)) * kept.product
+        return ((2 * kept.keys + self._has_norm) * d_kv + (self.latent_width(shape.d_model) or 0)) * kept.product
 
     def n_key_maps(self, d_model: int) -> int:
         """How many linear maps of `build_keys` read the layer's input."""
         return 2 if self.latent_width(d_model) is None else 1
 
-    def kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+    def kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> float:
         """Bytes a token that one pass keeps for its backward pass; what the first maps read included."""
-        d_q, n_maps, keys = shape.n_heads * shape.d_head, 1, 0
+        d_q, n_maps, keys = shape.n_heads * shape.d_head, 1, 0.0
         if place.own_keys:
             n_maps += self.n_key_maps(shape.d_model)
             keys = self.key_kept_bytes(shape, kept)
@@ -91,7 +92,7 @@ class Attention(Choice, axis="attention"):
         if not kept.fused_attention:
             # The softmax; and keys and values, copied for queries that share them, and at each loop if they are frozen.
             n_copied = d_q - (self.kv_heads(shape.n_heads) * shape.d_head if place.own_keys else 0)
-            scores = (shape.n_heads * shape.seq_len + 2 * n_copied) * kept.product
+            scores = (shape.n_heads * shape.seq_len * kept.reach + 2 * n_copied * kept.keys) * kept.product
         return kept.read(shape.d_model, n_maps) + keys + queries + scores
 
     @property

@@ -67,21 +67,26 @@ class BlockConfig(Config):
             "norms": Cost(params=n_norms * self.norm.cost(shape).params),
         }
 
-    def kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
+    def kept_bytes(self, shape: Shape, place: Place, memory: Memory, kept: Kept) -> float:
         """Bytes a token that one pass through a block keeps for its backward pass."""
+        entered = memory.residual_kept_bytes(shape, kept)
+        kept = memory.after(kept)
         norms = 2 * kept.normed(shape.d_model)
         if self.sandwich != "none":
             norms += 2 * kept.normed(shape.d_model, kept.stream if self.sandwich == "after_add" else kept.product)
-        values = self.value_kept_bytes(shape, place, kept) if place.own_keys else 0
-        return norms + values + self.attention.kept_bytes(shape, place, kept) + self.mlp.kept_bytes(shape, kept)
+        added = self._added_kept_bytes(shape, place, memory, kept) if place.own_keys else 0
+        parts = self.attention.kept_bytes(shape, place, kept) + self.mlp.kept_bytes(shape, kept)
+        return entered + norms + added + parts
 
-    def key_kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
-        """Of `build_keys`, without what it reads."""
-        return self.attention.key_kept_bytes(shape, kept) + self.value_kept_bytes(shape, place, kept)
+    def key_kept_bytes(self, shape: Shape, place: Place, memory: Memory, kept: Kept) -> float:
+        """Of `build_keys`, without what it reads; but what the memory's maps read is included."""
+        return self.attention.key_kept_bytes(shape, kept) + self._added_kept_bytes(shape, place, memory, kept)
 
-    def value_kept_bytes(self, shape: Shape, place: Place, kept: Kept) -> int:
-        """Of the layer's table of values."""
-        return self.value_embed.kept_bytes(shape, self.attention.kv_heads(shape.n_heads), place, kept)
+    def _added_kept_bytes(self, shape: Shape, place: Place, memory: Memory, kept: Kept) -> int:
+        """Of the layer's table of values, and of the memory in its keys."""
+        n_kv_heads = self.attention.kv_heads(shape.n_heads)
+        values = self.value_embed.kept_bytes(shape, n_kv_heads, place, kept)
+        return values + memory.key_kept_bytes(shape, self.d_kv(shape), kept)
 
     def _value_cost(self, shape: Shape, place: Place) -> Cost:
         return self.value_embed.cost(shape, self.attention.kv_heads(shape.n_heads), place)

@@ -19,7 +19,7 @@ from alcoda.errors import did_you_mean
 from alcoda.model.init import InitSpecial
 from alcoda.model.keys import Context, Recall
 from alcoda.model.norms import RMSNormModule
-from alcoda.model.shape import Cost, Shape, linear, total
+from alcoda.model.shape import Cost, Kept, Shape, linear, total
 
 Source = tuple[str, int]
 """(stage, layer): ``core`` is the state after the last loop, ``final`` what the head reads; their layer is 0."""
@@ -77,6 +77,23 @@ class Memory(Choice, axis="memory"):
         """Of `build_recall`."""
         return Cost()
 
+    def after(self, kept: Kept) -> Kept:
+        """In how many bytes a block keeps its stream, once the memory is in it."""
+        return kept
+
+    def kept_bytes(self, shape: Shape, d_kv: int, source: Source | None, kept: Kept) -> float:
+        """Bytes a token that `build` keeps for the backward pass, once a pass: memories, what the shared maps read and
+        give, and what the norm at ``source`` reads, where nothing else keeps it."""
+        return 0
+
+    def residual_kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        """Of `build_residual`: what it reads, where nothing else keeps it."""
+        return 0
+
+    def key_kept_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
+        """Of `build_recall`, beside what keys and values keep without it."""
+        return 0
+
 
 class NoMemory(Memory):
     """A token knows of earlier ones by their keys and values only."""
@@ -103,6 +120,9 @@ class Gated(Memory):
 
     def key_cost(self, shape: Shape, d_kv: int) -> Cost:
         return linear(shape.d_model, d_kv // shape.d_head)
+
+    def key_kept_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
+        return _gated_bytes(shape, d_kv, 1, kept)
 
 
 class PrevToken(Memory):
@@ -192,6 +212,44 @@ class PrevToken(Memory):
             return Cost()
         own = linear(shape.d_model, d_kv).times(2 if self.share == "per_layer" else 0)
         return total(own, linear(shape.d_model, 2 * d_kv // shape.d_head) if self.gates else Cost())
+
+    def after(self, kept: Kept) -> Kept:
+        # alpha and gamma are fp32, and vectors: what they multiply becomes fp32 too.
+        return kept._replace(stream=4) if self.residual else kept
+
+    def kept_bytes(self, shape: Shape, d_kv: int, source: Source | None, kept: Kept) -> float:
+        d = shape.d_model
+        # Zeros in fp32 are read where they lie; other memories by a copy for each map.
+        as_they_are = not kept.memories and kept.product == 4
+        m = 4 * d * (kept.memories or 1) if self.residual or as_they_are else 0
+        maps = self._mapped_bytes(shape, d_kv, kept) if self.kv and self.share == "shared" else 0
+        normed = kept.normed(d) - d * kept.stream
+        if source is not None and source[0] == "final" and kept.product != 4:
+            normed = kept.normed(d)  # the head reads a copy in bf16
+        return m + maps + normed
+
+    def residual_kept_bytes(self, shape: Shape, kept: Kept) -> int:
+        if not self.residual:
+            return 0
+        n_read = 1 if kept.stream == 4 else 2 + (self.beta is not None)  # memory and embedding are fp32, and copied
+        return n_read * shape.d_model * kept.stream
+
+    def key_kept_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
+        if not self.kv:
+            return 0
+        own = self._mapped_bytes(shape, d_kv, kept) if self.share == "per_layer" else 0
+        return own + (_gated_bytes(shape, d_kv, 2, kept) if self.gates else 0)
+
+    def _mapped_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
+        """What U_k and U_v read, and what they give where gates weigh it."""
+        n_copies = 0 if not kept.memories and kept.product == 4 else 2
+        return (n_copies * shape.d_model + (2 * d_kv if self.gates else 0)) * kept.product
+
+
+def _gated_bytes(shape: Shape, d_kv: int, n_gates: int, kept: Kept) -> int:
+    """What gates on keys and values keep: what they read, they themselves (twice: the sigmoid), and what they weigh of
+    the layer's own."""
+    return kept.read_again(shape.d_model) + (2 * n_gates * (d_kv // shape.d_head) + 2 * d_kv) * kept.product
 
 
 def _sources(n_prelude: int, n_core: int, n_coda: int) -> list[str]:

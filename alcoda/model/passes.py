@@ -5,6 +5,7 @@ papers.md 4.2). One mechanism for every way to train a memory; `alcoda.model.pre
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +50,7 @@ def run_passes(
     """
     n_tokens = ids_BT.size(1)
     every = range(n_tokens)
-    # Where every pass runs all tokens, it needs no keys of the pass before.
-    keeps = any(one.tokens != every for one in passes)
+    keeps = has_pages(passes, n_tokens)
     page: KeyPages | None = None
     sources_BTD: Tensor | None = None
     for one in passes:
@@ -62,6 +62,16 @@ def run_passes(
         new_BTD = readouts[-1].source_BTD
         if new_BTD is not None:
             sources_BTD = _put(model, sources_BTD, new_BTD.detach() if detach else new_BTD, one.tokens, n_tokens)
+
+
+def has_pages(passes: Sequence[Pass], n_tokens: int) -> bool:
+    """Whether keys are handed from pass to pass: not where each runs all tokens."""
+    return any(one.tokens != range(n_tokens) for one in passes)
+
+
+def keys_held(passes: Sequence[Pass]) -> list[int]:
+    """How many keys a layer holds in each of the passes: those of all tokens that one has run."""
+    return list(accumulate((one.tokens[-1] + 1 for one in passes), max))
 
 
 def _put(model: RecurrentLM, sources_BTD: Tensor | None, new_BTD: Tensor, tokens: range, n_tokens: int) -> Tensor:

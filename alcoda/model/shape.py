@@ -40,12 +40,19 @@ class Kept(NamedTuple):
         stream: one of the residual stream, between the blocks.
         fp32_norms: norms work in fp32 (autocast on a GPU); otherwise in what they are given (our own norm on a CPU).
         fused_attention: the kernel keeps no scores, and makes them again in the backward pass.
+        keys: keys that a layer holds for each token that it runs: more than one where a pass of some tokens reads those
+            of the others (`alcoda.model.rewrite`).
+        reach: over how many keys a query's scores are, as a share of the row.
+        memories: memories that are held for each token that runs; 0: they are zeros, made for the pass.
     """
 
     product: int
     stream: int = 4
     fp32_norms: bool = True
     fused_attention: bool = True
+    keys: float = 1.0
+    reach: float = 1.0
+    memories: float = 0.0
 
     def normed(self, d: int, width: int | None = None) -> int:
         """Bytes of ``d`` numbers that a norm reads (of the stream, or in ``width`` bytes each), as it keeps them."""
@@ -56,6 +63,10 @@ class Kept(NamedTuple):
         where it has to make one."""
         copies = n_maps if self.normed(1) != self.product else 1
         return copies * d * self.product
+
+    def read_again(self, d: int) -> int:
+        """What one linear map more adds to `read`."""
+        return self.read(d, 2) - self.read(d, 1)
 
 
 class Cost(NamedTuple):

@@ -78,10 +78,14 @@ def first_record(trainer: Trainer) -> dict[str, Any]:
 
 def parallel_record(trainer: Trainer) -> dict[str, Any]:
     """How many processes share the run, and what each of them sends in a step."""
-    sent = trainer.shared.communication(trainer.optimizers)
+    recipe, world_size = trainer.recipe, trainer.processes.world_size
+    n_micro, whole = recipe.train.micro_batches, recipe.train.optimizer.gathered(trainer.model)
+    sent: dict[str, float] = {}
+    if world_size > 1:
+        sent = recipe.parallel.communication(trainer.model, world_size, n_micro, recipe.run_once, whole)
     return {
-        "kind": trainer.recipe.parallel.kind,
-        "processes": trainer.processes.world_size,
+        "kind": recipe.parallel.kind,
+        "processes": world_size,
         "hosts": trainer.processes.hosts,
         "backend": trainer.processes.backend,
         **{f"{collective}_bytes_per_step": n_bytes for collective, n_bytes in sent.items()},

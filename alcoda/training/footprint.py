@@ -10,9 +10,10 @@ Of the parallel kinds, N ranks (torch's DDP and FSDP2; weights are fp32, and aut
 ddp     every rank holds all. Gradients are all-reduced once a step; the buckets are the gradients themselves.
 fsdp    weights, gradients and optimizer state are split in N, by rows. In each micro-batch, the core and all that is in
         no block is gathered once and held, so that a loop costs no communication; blocks of prelude and coda are
-        gathered one by one, one ahead, in the forward pass and again in the backward pass (a coda that is read out at
-        several depths is held with the core). Gradients are reduce-scattered once a step, and until then whole on every
-        rank where there are several micro-batches. Muon gathers each update of a matrix.
+        gathered one by one, one ahead, in the forward pass and again in the backward pass (once, and held, without
+        `reshard_after_forward`). What runs several times is held with the core: a coda that is read out at several
+        depths, every block of a model with a memory. Gradients are reduce-scattered once a step, and until then whole
+        on every rank where there are several micro-batches. Muon gathers each update of a matrix.
 
 In a ring each of N ranks sends (N - 1) / N of what is gathered or scattered, and twice that in an all-reduce.
 """
@@ -31,15 +32,13 @@ from alcoda.depth.plan import Depth
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.shape import Kept
-from alcoda.training.activations import KeptBytes, kept_bytes, kept_widths
-from alcoda.training.objective import LOSS_ROWS
+from alcoda.training.activations import MemoryTerm, activation_terms, kept_widths, runs
+from alcoda.training.parallel import Parallel, blocks
 from alcoda.training.recipe import Recipe
 from alcoda.training.trainable import mark
 
 WEIGHT_BYTES = 4
-"""Weights and gradients are fp32, and are sent so."""
-
-PARALLEL = ("ddp", "fsdp")
+"""Weights and gradients are fp32."""
 
 ASSUMPTIONS = (
     "estimates, not measurements: fp32 weights, gradients and optimizer state; activations when the backward pass "
@@ -47,20 +46,6 @@ ASSUMPTIONS = (
     "gradients of activations and buffers of the communication library not counted; compute at the given share of the "
     "peak, no communication hidden behind it"
 )
-
-
-@dataclass(frozen=True)
-class MemoryTerm:
-    """Bytes on one rank.
-
-    Attributes:
-        bytes: at the mean training depth.
-        bytes_at_max: at the largest depth that is drawn.
-    """
-
-    name: str
-    bytes: int
-    bytes_at_max: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +115,7 @@ class Footprint:
 def footprint(
     recipe: Recipe,
     ranks: int = 1,
-    parallel: str = "ddp",
+    parallel: str | None = None,
     peak_tflops: float | None = None,
     utilisation: float = 0.4,
     bandwidth_gbps: float | None = None,
@@ -138,7 +123,7 @@ def footprint(
     """What one train step of ``recipe`` needs of each of ``ranks`` ranks.
 
     Args:
-        parallel: ``ddp`` or ``fsdp``; of one rank it makes no difference.
+        parallel: a kind, ``ddp`` or ``fsdp``; None: the recipe's own. Of one rank it makes no difference.
         peak_tflops: of one rank's device, in the recipe's dtype, 10^12 FLOP/s; None: no times.
         utilisation: the share of the peak that a step reaches, by the ledger's FLOPs.
         bandwidth_gbps: what one rank can send, 10^9 bits a second; None: no times of communication.
@@ -149,14 +134,17 @@ def footprint(
     _check(recipe, ranks, parallel, peak_tflops, utilisation, bandwidth_gbps)
     recipe = recipe.resolved()
     train, kept = recipe.train, kept_widths(recipe)
-    weights = _Weights(recipe, ranks, parallel)
+    kind = recipe.parallel.kind if parallel is None else parallel
+    share = recipe.parallel if kind == recipe.parallel.kind else Parallel.parse(kind)
+    weights = _Weights(recipe, ranks, share)
     traffic = weights.traffic()
-    memory = [*weights.memory(kept), *_activation_terms(recipe, ranks, kept)]
+    n_tokens = recipe.step_tokens // (ranks * train.micro_batches)
+    memory = [*weights.memory(kept), *activation_terms(recipe, kept, n_tokens)]
     flops = recipe.ledger().training_flops_per_token * recipe.step_tokens
     sent = sum(term.bytes for term in traffic)
     return Footprint(
         ranks=ranks,
-        parallel=parallel if ranks > 1 else "none",
+        parallel=kind if ranks > 1 else "none",
         dtype="bfloat16" if kept.product == 2 else "float32",
         rows=train.batch_size // (ranks * train.micro_batches),
         micro_batches=train.micro_batches,
@@ -180,15 +168,15 @@ def _seconds(sent_bytes: int, bandwidth_gbps: float | None) -> float | None:
 def _check(
     recipe: Recipe,
     ranks: int,
-    parallel: str,
+    parallel: str | None,
     peak_tflops: float | None,
     utilisation: float,
     bandwidth_gbps: float | None,
 ) -> None:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks={ranks!r}: a whole number of 1 or more is needed")
-    if parallel not in PARALLEL:
-        raise UsageError(f"parallel={parallel!r}: there is no such kind{did_you_mean(parallel, PARALLEL)}")
+    if parallel is not None and parallel not in Parallel.choices:
+        raise UsageError(f"parallel={parallel!r}: there is no such kind{did_you_mean(parallel, Parallel.choices)}")
     for name, value in (("peak_tflops", peak_tflops), ("bandwidth_gbps", bandwidth_gbps)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"{name}={value!r}: a number above 0 is needed")
@@ -221,12 +209,10 @@ class _Weights:
         core_product: those of the core that each loop makes for itself (sharing).
     """
 
-    def __init__(self, recipe: Recipe, ranks: int, parallel: str) -> None:
+    def __init__(self, recipe: Recipe, ranks: int, parallel: Parallel) -> None:
         self.model = _unfilled(recipe)
         self.recipe, self.ranks, self.parallel = recipe, ranks, parallel
-        reads_once = recipe.objective.n_readouts(recipe.depth.max_loops) <= 1
-        stacks = [self.model.prelude, *([self.model.coda] if reads_once else [])]
-        self.blocks = [list(block.parameters()) for stack in stacks for block in stack.layers]
+        self.blocks = [list(block.parameters()) for block in blocks(self.model, recipe.run_once)]
         in_blocks = {id(p) for block in self.blocks for p in block}
         self.all = list(self.model.parameters())
         self.held = [p for p in self.all if id(p) not in in_blocks]
@@ -240,17 +226,17 @@ class _Weights:
     def memory(self, kept: Kept) -> list[MemoryTerm]:
         """The terms of weights, gradients and optimizer."""
         train, depth, sharing = self.recipe.train, self.recipe.depth, self.recipe.model.sharing
-        shards = self.parallel == "fsdp" and self.ranks > 1
+        shards = self.parallel.splits and self.ranks > 1
         gathered, gathered_gradients = 0, 0
         if shards:
             largest = 2 * max(map(_count, self.blocks), default=0)
-            gathered = _count(self.held) + largest
+            gathered = _count(self.held) + (largest if self.parallel.lets_go else sum(map(_count, self.blocks)))
             gathered_gradients = _count(p for p in self.held if p.requires_grad) + largest
             if train.micro_batches > 1:
                 gathered_gradients = _count(p for p in self.all if p.requires_grad)
 
         def own(grad_loops: float) -> int:
-            loops = 1 if train.recompute else grad_loops
+            loops = 1 if train.recompute else grad_loops * len(runs(self.recipe))
             return math.ceil(loops * sharing.kept_weight_bytes(self.core_product, kept))
 
         mine = _unfilled(self.recipe, self.ranks if shards else 1)
@@ -268,22 +254,12 @@ class _Weights:
 
     def traffic(self) -> list[TrafficTerm]:
         """What one rank sends in a step."""
-        learnt = [p for p in self.all if p.requires_grad]
-        if self.parallel == "ddp":
-            return [TrafficTerm("all_reduce", 2 * self._sent(learnt, False))]
+        if self.ranks == 1:
+            return []
         train = self.recipe.train
-        in_blocks = (p for block in self.blocks for p in block)
-        gathered = train.micro_batches * (self._sent(self.held) + 2 * self._sent(in_blocks))
-        return [
-            TrafficTerm("all_gather", gathered + self._sent(train.optimizer.gathered(self.model))),
-            TrafficTerm("reduce_scatter", self._sent(learnt)),
-        ]
-
-    def _sent(self, parameters: Iterable[torch.Tensor], pads: bool = True) -> int:
-        """(N - 1) / N of the bytes of these; rows filled up to a multiple of N where they are split."""
-        n = self.ranks
-        numbers = sum((-(-p.size(0) // n) * n if pads else p.size(0)) * (p.numel() // p.size(0)) for p in parameters)
-        return math.ceil(WEIGHT_BYTES * numbers * (n - 1) / n)
+        whole = train.optimizer.gathered(self.model)
+        sent = self.parallel.communication(self.model, self.ranks, train.micro_batches, self.recipe.run_once, whole)
+        return [TrafficTerm(name, math.ceil(n_bytes)) for name, n_bytes in sent.items()]
 
 
 def _unfilled(recipe: Recipe, ranks: int = 1) -> RecurrentLM:
@@ -306,68 +282,3 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 def _most_grad_loops(depth: Depth) -> int:
     return min(depth.max_loops, depth.last_k or depth.max_loops)
-
-
-def _activation_terms(recipe: Recipe, ranks: int, kept: Kept) -> list[MemoryTerm]:
-    """Of one micro-batch on one rank."""
-    model, depth, train = recipe.model, recipe.depth, recipe.train
-    tokens = recipe.step_tokens // (ranks * train.micro_batches)
-    each, pmf = kept_bytes(model, kept), depth.pmf()
-
-    def mean(of: Any) -> float:
-        return sum(share * of(n) for n, share in pmf.items())
-
-    def term(name: str, of: Any) -> MemoryTerm:
-        """``of`` a depth, bytes a token."""
-        return MemoryTerm(name, math.ceil(tokens * mean(of)), math.ceil(tokens * of(depth.max_loops)))
-
-    objective = recipe.objective
-    loop_parts = [*each.loop, "route"] if model.is_recurrent else []
-    always = [
-        term("activations.prelude", lambda n: each.embedding + each.prelude),
-        term("activations.keys", lambda n: each.keys),
-        term("activations.states", lambda n: each.state * min(n, depth.last_k or n) if train.recompute else 0),
-    ]
-    loops = [
-        term(f"activations.{part}", lambda n, part=part: _loops(recipe, each, kept, part, n)) for part in loop_parts
-    ]
-
-    def readouts(left: int) -> list[MemoryTerm]:
-        """Of all read-outs but so many."""
-
-        def share(n: int) -> float:
-            return max(1 - left / objective.n_readouts(n), 0)
-
-        parts = each.readout.items()
-        return [
-            *(
-                term(f"activations.readout.{part}", lambda n, size=size: size * objective.n_readouts(n) * share(n))
-                for part, size in parts
-            ),
-            term("logits", lambda n: each.logits * objective.n_kept_logits(n) * share(n)),
-        ]
-
-    # The gradients of one part of the logits, in fp32 and as the product takes them.
-    n_bytes = min(LOSS_ROWS, tokens) * model.vocab_size * (4 + kept.product)
-    at_loss = [*readouts(0), MemoryTerm("logits.gradients", n_bytes, n_bytes)]
-    if not train.recompute or not model.is_recurrent:
-        return [*always, *loops, *at_loss]
-    # No loop is run again before the last read-out is differentiated, and gone.
-    in_loop = [*loops, *readouts(1)]
-    return [*always, *max(at_loss, in_loop, key=lambda terms: sum(one.bytes_at_max for one in terms))]
-
-
-def _loops(recipe: Recipe, each: KeptBytes, kept: Kept, part: str, n_loops: int) -> float:
-    """Bytes a token that a part of the loop keeps in a pass of ``n_loops``: of all loops with gradients, or of the one
-    that is run again in the backward pass."""
-    model = recipe.model
-    grad_loops = min(n_loops, recipe.depth.last_k or n_loops)
-    if not model.route.gathers:
-        return each.loop.get(part, 0) * (1 if recipe.train.recompute else grad_loops)
-
-    def at(loop: int) -> float:
-        share = model.route.n_run(loop, model.n_loops, model.seq_len) / model.seq_len
-        return model.route.kept_bytes(model.shape, kept, share) if part == "route" else each.loop[part] * share
-
-    loops = range(n_loops - grad_loops, n_loops)
-    return max(map(at, loops)) if recipe.train.recompute else sum(map(at, loops))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -18,12 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from alcoda.config import Bool, Choice, PositiveFloat
 from alcoda.errors import UsageError
 from alcoda.model.lm import RecurrentLM
-from alcoda.training.optim import WholeMuon
 from alcoda.training.processes import Processes
 
 T = TypeVar("T")
@@ -34,6 +32,13 @@ class Parallel(Choice, axis="parallel"):
 
     timeout_s: Annotated[PositiveFloat, Field(le=1e6)] = 600.0
     """How long a process waits for the others, within a step or a save, before it takes them for lost."""
+    splits: ClassVar[bool] = False
+    """Whether each process holds a part only of weights, gradients and optimizer state."""
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether a block of prelude or coda is let go after the forward pass, where it had to be gathered."""
+        return False
 
     def share(self, model: RecurrentLM, processes: Processes, n_micro: int, run_once: Sequence[str]) -> Shared:
         """The model as these processes run it. Before the optimizer is built: it may hold other parameters after.
@@ -41,6 +46,21 @@ class Parallel(Choice, axis="parallel"):
         Args:
             n_micro: micro-batches in a step.
             run_once: stacks that a micro-batch runs once.
+        """
+        raise NotImplementedError
+
+    def communication(
+        self, model: RecurrentLM, world_size: int, n_micro: int, run_once: Sequence[str], whole: Iterable[Tensor]
+    ) -> dict[str, float]:
+        """Bytes that one of several processes sends in a train step, by kind of collective.
+
+        Counted, not measured: of N processes in a ring each sends (N - 1) / N of the full tensor in an all-gather or a
+        reduce-scatter, and twice that in an all-reduce. Messages of a few numbers (losses, signals, norms) are left
+        out.
+
+        Args:
+            model: wherever it lies, on the meta device too; other arguments as `share`.
+            whole: what an optimizer gathers to step it (`OptimizerConfig.gathered`).
         """
         raise NotImplementedError
 
@@ -56,7 +76,12 @@ class Ddp(Parallel):
     kind: Literal["ddp"] = "ddp"
 
     def share(self, model: RecurrentLM, processes: Processes, n_micro: int, run_once: Sequence[str]) -> Shared:
-        return Replicated(model, processes.world_size) if processes.world_size > 1 else Shared(model)
+        return Replicated(model) if processes.world_size > 1 else Shared(model)
+
+    def communication(
+        self, model: RecurrentLM, world_size: int, n_micro: int, run_once: Sequence[str], whole: Iterable[Tensor]
+    ) -> dict[str, float]:
+        return {"all_reduce": 2 * _sent(_learnt(model), world_size, 1)}
 
 
 class Fsdp(Parallel):
@@ -67,6 +92,7 @@ class Fsdp(Parallel):
     """
 
     kind: Literal["fsdp"] = "fsdp"
+    splits: ClassVar[bool] = True
     reshard_after_forward: Bool = True
     """Of the blocks of prelude and coda: whether they are let go after the forward pass, and gathered again for the
     backward pass. The core is not: it would be gathered once a loop."""
@@ -74,7 +100,23 @@ class Fsdp(Parallel):
     def share(self, model: RecurrentLM, processes: Processes, n_micro: int, run_once: Sequence[str]) -> Shared:
         if processes.world_size == 1:
             return Shared(model)
-        return Sharded(model, processes.world_size, n_micro, self.reshard_after_forward, run_once)
+        return Sharded(model, processes.world_size, self.reshard_after_forward, run_once)
+
+    @property
+    def lets_go(self) -> bool:
+        return self.reshard_after_forward
+
+    def communication(
+        self, model: RecurrentLM, world_size: int, n_micro: int, run_once: Sequence[str], whole: Iterable[Tensor]
+    ) -> dict[str, float]:
+        def sent(parameters: Iterable[Tensor]) -> float:
+            # Rows are filled up to a multiple of N.
+            return _sent(parameters, world_size, world_size)
+
+        of_blocks = {p for block in blocks(model, run_once) for p in block.parameters()}
+        root = [p for p in model.parameters() if p not in of_blocks]
+        gathered = n_micro * (sent(root) + (2 if self.lets_go else 1) * sent(of_blocks))
+        return {"all_gather": gathered + sent(whole), "reduce_scatter": sent(_learnt(model))}
 
     def check_compile(self, world_size: int) -> None:
         if world_size > 1:
@@ -141,22 +183,12 @@ class Shared:
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
 
-    def communication(self, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        """Bytes that one process sends in a train step, by kind of collective.
-
-        Counted, not measured: of N processes in a ring each sends (N - 1) / N of the full tensor in an all-gather or a
-        reduce-scatter, and twice that in an all-reduce. What an optimizer gathers is with its all-gathers. Messages of
-        a few numbers (losses, signals, norms) are left out.
-        """
-        return {}
-
 
 class Replicated(Shared):
     """The whole model in each process."""
 
-    def __init__(self, model: RecurrentLM, world_size: int) -> None:
+    def __init__(self, model: RecurrentLM) -> None:
         super().__init__(model)
-        self.world_size = world_size
         # Buffers are functions of the recipe alone (angles of positions): the same everywhere.
         self.ddp = DistributedDataParallel(Reached(model), forward_sync_buffers=False, gradient_as_bucket_view=True)
 
@@ -165,10 +197,6 @@ class Replicated(Shared):
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.ddp.no_sync()
-
-    def communication(self, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        learnt = [p for p in self.model.parameters() if p.requires_grad]
-        return {"all_reduce": 2 * _sent(learnt, self.world_size)}
 
 
 class Sharded(Shared):
@@ -179,22 +207,11 @@ class Sharded(Shared):
     """
 
     def __init__(
-        self,
-        model: RecurrentLM,
-        world_size: int,
-        n_micro: int,
-        reshard_after_forward: bool,
-        run_once: Sequence[str],
+        self, model: RecurrentLM, world_size: int, reshard_after_forward: bool, run_once: Sequence[str]
     ) -> None:
         super().__init__(model)
-        self.world_size, self.n_micro = world_size, n_micro
-        self.n_gathers = 2 if reshard_after_forward else 1
         mesh = init_device_mesh(model.embed.weight.device.type, (world_size,))
-        # A stack that runs several times (a coda read at several depths, passes of a memory) would be gathered as
-        # often, and by some processes more often than by others: it stays with the core.
-        stacks = [model.get_submodule(name) for name in run_once]
-        self.blocks: list[nn.Module] = [block for stack in stacks for block in stack.get_submodule("layers").children()]
-        for block in self.blocks:
+        for block in blocks(model, run_once):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
         self.whole = fully_shard(Whole(model), mesh=mesh, reshard_after_forward=False)
         # What one process did not use, another may have: both reduce all of the root.
@@ -221,23 +238,26 @@ class Sharded(Shared):
     def complete(self) -> None:
         """The root's were reduced with those of the others, and every block of prelude and coda runs."""
 
-    def communication(self, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        def sent(parameters: Iterable[nn.Parameter]) -> float:
-            return _sent(parameters, self.world_size)
 
-        of_blocks = {p for block in self.blocks for p in block.parameters()}
-        root = [p for p in self.model.parameters() if p not in of_blocks]
-        learnt = [p for p in self.model.parameters() if p.requires_grad]
-        gathered = self.n_micro * (sent(root) + self.n_gathers * sent(of_blocks))
-        whole = [p for o in optimizers if isinstance(o, WholeMuon) for group in o.param_groups for p in group["params"]]
-        return {"all_gather": gathered + sent(whole), "reduce_scatter": sent(learnt)}
+def blocks(model: RecurrentLM, run_once: Sequence[str]) -> list[nn.Module]:
+    """The blocks that are gathered by themselves: of the stacks that a micro-batch runs once.
+
+    A stack that runs several times (a coda read at several depths, passes of a memory) would be gathered as often, and
+    by some processes more often than by others: it stays with the core.
+    """
+    stacks = [model.get_submodule(name) for name in run_once]
+    return [block for stack in stacks for block in stack.get_submodule("layers").children()]
 
 
-def _sent(parameters: Iterable[nn.Parameter], world_size: int) -> float:
-    """(N - 1) / N of the bytes of these, rows filled up to a multiple of N where they are sharded."""
+def _learnt(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _sent(parameters: Iterable[Tensor], world_size: int, multiple: int) -> float:
+    """(N - 1) / N of the bytes of these, rows filled up to a multiple of so many."""
     n_bytes = 0
     for p in parameters:
-        rows = -(-p.size(0) // world_size) * world_size if isinstance(p, DTensor) else p.size(0)
+        rows = -(-p.size(0) // multiple) * multiple
         n_bytes += rows * (p.numel() // max(p.size(0), 1)) * p.element_size()
     return n_bytes * (world_size - 1) / world_size
 

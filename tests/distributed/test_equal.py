@@ -13,12 +13,16 @@ from ranks import KINDS, NOISY, ROUTED_KINDS, logged, recipe, work, write_lines
 from alcoda import api
 from alcoda.config import validate
 from alcoda.training import checkpoint
-from alcoda.training.recipe import Recipe
+from alcoda.training.footprint import footprint
+from alcoda.training.recipe import Recipe, load_recipe
 
 TOLERANCE = 1e-5
 """Of losses in nats, and of weights, in fp32: sums are taken in another order."""
 SHARES = ("ddp", "fsdp")
 QUICK = ("dense", "grt", "elastic_rows", "cart", "untied", "micro", "lrt")
+COUNTED = {"elastic_rows": 4, "micro": 4, "lrt": 0}
+"""Kinds of which every collective is counted, and how often a micro-batch gathers a block: one of prelude and one of
+coda for each direction; none of a model with a memory."""
 WRONG = {"elastic": ("depth_of_rank", "fsdp"), "dense": ("unsynced", "ddp")}
 """Faults that the comparison has to see: depths drawn by rank, gradients that are not exchanged."""
 
@@ -32,7 +36,7 @@ def train_both(folder: Path, kinds: tuple[str, ...]) -> Path:
         both = recipe(text, kind, **({"micro_batches": 1} if kind in ROUTED_KINDS else {}))
         for share in SHARES:
             jobs.append({"recipe": {**both, "parallel": share}, "out": str(folder / share / kind)})
-            if kind in ("elastic_rows", "micro"):
+            if kind in COUNTED:
                 jobs[-1]["count"] = str(folder / share / f"{kind}.jsonl")
         if kind in WRONG:
             fault, share = WRONG[kind]
@@ -97,9 +101,10 @@ def test_noise_is_that_of_a_rank(others: Path, share: str) -> None:
         assert_equal(others / share / "grt_noise", others / "one" / "grt_noise")
 
 
-@pytest.mark.parametrize("kind", ["elastic_rows", "micro"])
+@pytest.mark.parametrize("kind", COUNTED)
 def test_communication_is_what_the_collectives_carry(quick: Path, kind: str) -> None:
-    """The core is gathered once a micro-batch, whatever the loops; gradients are exchanged once a step."""
+    """The core is gathered once a micro-batch, whatever the loops; gradients are exchanged once a step. The estimate of
+    `alcoda cost` says the same."""
     names = {"allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter", "allreduce": "all_reduce"}
     n_micro = KINDS[kind].get("train", {}).get("micro_batches", 1)
     for share in SHARES:
@@ -111,6 +116,10 @@ def test_communication_is_what_the_collectives_carry(quick: Path, kind: str) -> 
         for step in steps:
             sent = {f"{names[name]}_bytes_per_step": n_bytes for name, n_bytes in step["sent"].items()}
             assert sent == {name: value for name, value in said.items() if name.endswith("per_step")}
-        if share == "fsdp":  # the root; prelude and coda, once for each direction
-            assert {step["n"]["allgather_base"] for step in steps} == {n_micro * 5}
-            assert {step["n"]["reduce_scatter_base"] for step in steps} == {3}
+        expected = footprint(load_recipe(quick / share / kind / "recipe.yaml"), 2)
+        assert expected.parallel == share and len(expected.traffic) == (1 if share == "ddp" else 2)
+        for one in expected.traffic:
+            assert one.bytes == pytest.approx(said[f"{one.name}_bytes_per_step"], abs=1)
+        if share == "fsdp":
+            assert {step["n"]["allgather_base"] for step in steps} == {n_micro * (1 + COUNTED[kind])}
+            assert {step["n"]["reduce_scatter_base"] for step in steps} == {1 + COUNTED[kind] // 2}
