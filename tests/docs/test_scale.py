@@ -54,7 +54,7 @@ def test_numbers_are_the_commands(row: dict[str, str]) -> None:
 
 def test_every_design_of_the_papers_is_in_the_table() -> None:
     named = {re.split(r"[_\d]", row["recipe"])[0] for row in table()}
-    assert {"gpt", "grt", "cart", "elastic", "mor", "parcae", "ouro", "huginn"} <= named
+    assert {"gpt", "grt", "cart", "elastic", "mor", "parcae", "ouro", "huginn", "lrt"} <= named
 
 
 def test_a_wrong_number_is_seen() -> None:
@@ -75,8 +75,7 @@ def test_rows_divide_among_the_ranks_of_each_command(words: list[str]) -> None:
         return int(words[words.index(name) + 1]) if name in words else default
 
     recipe = next(word for word in words if word.startswith("papers/"))
-    # `parallel` is not of the model, and says nothing about rows.
-    sets = [b for a, b in pairwise(words) if a == "--set" and not b.startswith("parallel.")]
+    sets = [b for a, b in pairwise(words) if a == "--set"]
     ranks = option("--ranks", option("--nnodes", option("--nodes", 1)) * option("--nproc-per-node", 8))
     assert footprint(load_recipe(recipe, sets), ranks).memory_bytes < 80e9
 

@@ -27,6 +27,8 @@ def test_the_tables(run_cli: Cli) -> None:
     found = run_cli.ok("cost", GRT, *how, "--json").json
     assert found["params"] > 0 and found["footprint"]["ranks"] == 4
     assert "footprint" not in run_cli.ok("cost", GRT, "--json").json
+    own = ("cost", GRT, "--set", "parallel=fsdp", *how[:2], *how[4:], "--json")
+    assert run_cli.ok(*own).json["footprint"] == found["footprint"]
     alone = run_cli.ok("cost", GRT, DENSE, "--ranks", 1).out
     assert alone.count("memory of each of 1 ranks") == 2 and "take" not in alone and "sends" not in alone
 

@@ -110,6 +110,32 @@ def test_fsdp_splits_by_rows(ranks: int) -> None:
     assert 0 < muon["all_gather"] - sent["all_gather"] < sent["reduce_scatter"] == muon["reduce_scatter"]
 
 
+def test_the_recipe_says_how_ranks_share() -> None:
+    own = {kind: small("grt", "train.batch_size=4", f"parallel={kind}") for kind in ("ddp", "fsdp")}
+    for kind, recipe in own.items():
+        assert footprint.footprint(recipe, 2) == footprint.footprint(own["ddp"], 2, kind)
+        assert footprint.footprint(recipe, 2).parallel == kind
+    held = small("grt", "train.batch_size=4", "parallel={kind: fsdp, reshard_after_forward: false}")
+    model = checkpoint.build(held.model, torch.device("meta"))
+    blocks = sum(p.numel() for stack in (model.prelude, model.coda) for p in stack.parameters())
+    sent = [{t.name: t.bytes for t in footprint.footprint(r, 2, "fsdp").traffic} for r in (own["fsdp"], held)]
+    assert sent[0]["all_gather"] - sent[1]["all_gather"] == 4 * blocks / 2
+    assert sent[0]["reduce_scatter"] == sent[1]["reduce_scatter"]
+
+
+def test_fsdp_holds_what_runs_several_times() -> None:
+    """All of a model with a memory, gathered once a micro-batch; of three blocks otherwise only two at a time."""
+    how = ("model.n_prelude=3", "train.batch_size=4", "parallel=fsdp")
+    memory, plain = small("lrt_elastic", *how), small("elastic", *how)
+    n_params = sum(p.numel() for p in checkpoint.build(memory.model, torch.device("meta")).parameters())
+    found = footprint.footprint(memory, 2)
+    assert term(found, "weights.gathered") == 4 * n_params
+    assert {t.name: t.bytes for t in found.traffic}["all_gather"] == pytest.approx(4 * n_params / 2, rel=0.001)
+    assert term(footprint.footprint(plain, 2), "weights.gathered") < 4 * plain.ledger().params
+    let_go = small("elastic", *how, "parallel={kind: fsdp, reshard_after_forward: false}")
+    assert term(footprint.footprint(let_go, 2), "weights.gathered") == 4 * plain.ledger().params
+
+
 def muon_of(batch_size: int) -> tuple[str, ...]:
     return f"train.batch_size={batch_size}", "train.optimizer={kind: muon}"
 
