@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alcoda.errors import RunError, UsageError
-from alcoda.files import read_json, sha256, whole_folder
+from alcoda.files import disk, read_json, sha256, whole_folder
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training import shard
@@ -58,7 +58,7 @@ def save(
             of_optimizers, left = shard.pack(train_state["optimizers"])
             train_state = {**train_state, "optimizers": left}
             files = shard.write(temporary, {**tensors, **of_optimizers}, processes)
-        with processes.together():
+        with processes.together(), disk(path):
             if processes.is_main:
                 if not sharded:
                     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}

@@ -57,7 +57,10 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> dic
     try:
         dcp.save(tensors, storage_writer=writer, process_group=processes.prompt)
     except CheckpointException as error:  # on all of them
-        failed = RunError(f"the checkpoint {folder} could not be written: {_reason(error)}")
+        failed = RunError(
+            f"a checkpoint in {folder.parent} could not be written: {_reason(error)}. What was there before is "
+            "untouched: mend that (is the disk full?) and go on with --resume"
+        )
     _end(failed, processes)
     mine = sorted(folder.glob(f"shard-{processes.rank + 1:05d}-*.safetensors"))
     about = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -180,14 +180,16 @@ def test_an_environment_that_torchrun_does_not_write(monkeypatch: pytest.MonkeyP
 
 
 class Played(Processes):
-    """One of two processes that both have what ``found`` says, by rank."""
+    """One of two processes that both have what ``found`` says, by rank; None: the first, and the other has nothing."""
 
-    def __init__(self, rank: int, found: list[Any]) -> None:
+    found: list[Any] | None = None
+
+    def __init__(self, rank: int, found: list[Any] | None = None) -> None:
         super().__init__()
         self.rank, self.world_size, self.found = rank, 2, found
 
     def gather(self, value: Any, is_patient: bool = False) -> list[Any]:
-        return self.found if self.world_size > 1 else [value]
+        return self.found or [value, None][: self.world_size]
 
 
 @pytest.mark.parametrize("kind", [UsageError, RunError])
@@ -200,6 +202,17 @@ def test_what_one_finds_wrong_the_main_one_says(kind: type[Exception], finder: i
             if rank == finder:
                 raise kind("the corpus is gone")
         assert caught.value.is_said is (rank == 1)  # pyrefly: ignore
+
+
+def test_the_others_are_told_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunError, match="the disk is full: .*step_00000001") as caught:
+        checkpoint.save(tmp_path, 1, cast(Any, torch.nn.Linear(1, 1)), {}, {}, Played(0))
+    assert caught.value.is_said is False  # it went through what all of them gather
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
