@@ -209,7 +209,7 @@ def test_the_others_are_told_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(RunError, match="the disk is full: .*step_00000001") as caught:
+    with pytest.raises(RunError, match=r"the disk is full: .*step_00000001") as caught:
         checkpoint.save(tmp_path, 1, cast(Any, torch.nn.Linear(1, 1)), {}, {}, Played(0))
     assert caught.value.is_said is False  # it went through what all of them gather
     assert not list(tmp_path.iterdir())
