@@ -176,7 +176,7 @@ class PrevToken(Memory):
         if self.lag + self.mean_of > seq_len:
             raise ValueError(
                 f"memory.lag={self.lag} with mean_of={self.mean_of} reaches back {self.lag + self.mean_of - 1} tokens, "
-                f"and the last of seq_len={seq_len} has {seq_len - 1} before it: lower one of them"
+                f"and the last of seq_len={seq_len} has {seq_len - 1} before it: lower them, or raise seq_len"
             )
 
     def source_of(self, n_prelude: int, n_core: int, n_coda: int, n_loops: int) -> Source:

@@ -44,7 +44,7 @@ class LoadedRun:
         Raises:
             UsageError: no such choice; or one named for a model without memory, other than exact and ``otherwise``.
         """
-        found = choice if isinstance(choice, Prefill) else prefills().get(choice or otherwise)
+        found = choice if isinstance(choice, Prefill) else prefills().get(otherwise if choice is None else choice)
         if found is None:
             raise UsageError(f"prefill {choice!r}{did_you_mean(str(choice), prefills())}")
         if not self.recipe.model.memory.carries and not found.is_exact and found.kind != otherwise:

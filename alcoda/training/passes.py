@@ -119,7 +119,7 @@ class Refined(Passes):
         if len(self.weights) != self.passes + 1 or not math.isfinite(sum(self.weights)):
             raise ValueError(
                 f"passes.weights={list(self.weights)}: {self.passes + 1} numbers are needed, one for the first pass "
-                f"and one for each of the {self.passes} after it, with a sum that is one"
+                f"and one for each of the {self.passes} after it, with a finite sum"
             )
         if not any(self.weights[1:]):
             raise ValueError(

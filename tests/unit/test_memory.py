@@ -204,7 +204,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "weights without a sum": (
         ["passes.kind=refined", "passes.passes=1", "passes.weights=[1e308, 1e308]"],
-        r"2 numbers are needed, .*, with a sum that is one",
+        r"2 numbers are needed, .*, with a finite sum",
     ),
     "more passes than tokens": (
         ["passes.kind=refined", "passes.passes=17"],
