@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import Cli, metrics, recipe, snapshot, spawn, untouched, write_corpus, write_recipe
+from same import assert_same
 
 from alcoda import api
 from alcoda.config import validate
@@ -33,23 +33,6 @@ ELASTIC = {
     "train__optimizer": {"kind": "muon", "lr": 0.02},
 }
 KINDS = {"grt_adamw": GRT, "elastic_muon": ELASTIC}
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Equal to the bit, whatever they are made of."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
 
 
 def assert_same_end(resumed: Path, straight: Path, same_checkpoints: bool = True) -> None:
