@@ -1,6 +1,6 @@
 """What a memory costs in time, as ratios within one process. The last line is JSON.
 
-    python benchmarks/lrt.py [--repeats 9] [--width 256] [--rows 8] [--decode-width 768]
+    python benchmarks/lrt.py [--repeats 9] [--width 256] [--rows 16] [--decode-width 768]
 
 Over the same backbone without memory, dense and recurrent (LRT-shared with what it has by default):
 
@@ -28,6 +28,8 @@ from train import CPU, stepper, timed
 from alcoda.config import validate
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.precision import hold_in
 from alcoda.model.prefill import InterleavedPrefill, Reader
 from alcoda.training import checkpoint
 from alcoda.training.budget import StepFlops
@@ -88,9 +90,17 @@ def training(backbone: dict[str, Any], width: int, rows: int, dtype: torch.dtype
     return found | {"flops": flops["memory"] / flops["plain"]}
 
 
+def loaded(config: ModelConfig, dtype: torch.dtype) -> RecurrentLM:
+    """A model as `alcoda.load` holds it."""
+    model = checkpoint.build(config, CPU).init(0).eval()
+    if dtype != torch.float32:
+        hold_in(model, dtype)
+    return model
+
+
 def decoder(config: ModelConfig, n_calls: int, dtype: torch.dtype) -> Callable[[], None]:
     """A function that decodes a few more tokens behind a context; it can be called ``n_calls`` times."""
-    model = checkpoint.build(config, CPU).init(0).eval()
+    model = loaded(config, dtype)
     n_context = config.seq_len - n_calls * DECODE_TOKENS
     reader = Reader(model, config.n_loops, config.seq_len)
     ids = torch.randint(config.vocab_size, (1, n_context), generator=torch.Generator().manual_seed(0))
@@ -107,7 +117,7 @@ def decoder(config: ModelConfig, n_calls: int, dtype: torch.dtype) -> Callable[[
 
 def prefiller(config: ModelConfig, dtype: torch.dtype) -> Callable[[], None]:
     """A function that reads a whole context anew."""
-    model = checkpoint.build(config, CPU).init(0).eval()
+    model = loaded(config, dtype)
     ids = torch.randint(config.vocab_size, (1, config.seq_len), generator=torch.Generator().manual_seed(0))
 
     def prefill() -> None:
@@ -121,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--width", type=int, default=256, help="of training")
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=16, help="of a training step, as in recipes/mini")
     parser.add_argument("--decode-width", type=int, default=768, help="of decoding and prefill")
     parser.add_argument("--context", type=int, default=1024, help="tokens read, and at most decoded behind")
     parser.add_argument("--threads", type=int, help="torch's threads (its own choice where not set)")

@@ -43,9 +43,9 @@ def count_flops(
     model = on_meta(config)
     ids_BT = torch.zeros(B, config.seq_len, dtype=torch.long, device="meta")
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        # As in every pass but the first of training, which has no memories.
+        memory_BTD = torch.zeros(*ids_BT.shape, config.d_model, requires_grad=backward)
         if backward:
-            # Memories have gradients in every pass but the first, whose zeros are one of many.
-            memory_BTD = torch.zeros(*ids_BT.shape, config.d_model, requires_grad=True)
             how = {"n_free": n_free, "recompute": recompute, "memory_BTD": memory_BTD}
             readout = next(model.readouts(ids_BT, [n_loops], **how))
             loss = model.logits(readout.y_BTD).sum()
@@ -53,7 +53,9 @@ def count_flops(
                 loss = loss + model.exit_gate(readout.state.h_BTD).sum()
             loss.backward()
         else:
-            model(ids_BT, n_loops)  # called as a module, so that the counter knows its parts by name
+            model(
+                ids_BT, n_loops, memory_BTD=memory_BTD
+            )  # called as a module, so that the counter knows its parts by name
     return counter
 
 

@@ -221,6 +221,9 @@ EXPLICIT_MAX_TOKENS = 512
 """On a CPU, the backward pass of torch's fused attention is 1.2 (fp32) to 2.4 (bf16) times slower than plain matrix
 products up to about this many tokens (benchmarks/train.py); beyond it the T x T scores cost too much memory."""
 
+QUERY_BLOCK_TOKENS = 128
+"""Queries that are attended at once where a mask in one for all rows hides keys: those of a pass over some tokens."""
+
 
 def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
     """Attention over the visible keys, by the fastest exact kernel for the case; `attend_naive` is its reference."""
@@ -229,14 +232,33 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor
     plain = view.is_causal or (view.mask is not None and view.mask.dim() == 2)
     if trains and plain and q_BHTK.device.type == "cpu" and k_BGSK.size(2) <= EXPLICIT_MAX_TOKENS:
         return _attend_explicit(q_BHTK, k_BGSK, v_BGSK, view)
+    if plain and not view.is_causal and q_BHTK.device.type == "cpu" and q_BHTK.size(2) > QUERY_BLOCK_TOKENS:
+        return _attend_in_blocks(q_BHTK, k_BGSK, v_BGSK, view)
+    return _attend_fused(q_BHTK, k_BGSK, v_BGSK, view.mask, view.is_causal)
+
+
+def _attend_fused(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, is_causal: bool = False
+) -> Tensor:
     return F.scaled_dot_product_attention(
         q_BHTK,
         k_BGSK,
         v_BGSK,
-        attn_mask=view.mask,
-        is_causal=view.is_causal,
+        attn_mask=mask,
+        is_causal=is_causal,
         enable_gqa=q_BHTK.size(1) != k_BGSK.size(1),
     )
+
+
+def _attend_in_blocks(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
+    """Some queries at a time, of the keys up to the last of them: a mask alone would not spare those behind."""
+    assert view.mask is not None
+    parts = []
+    for first in range(0, q_BHTK.size(2), QUERY_BLOCK_TOKENS):
+        here = slice(first, first + QUERY_BLOCK_TOKENS)
+        seen = slice(0, int(view.pos[here][-1]) + 1)
+        parts.append(_attend_fused(q_BHTK[:, :, here], k_BGSK[:, :, seen], v_BGSK[:, :, seen], view.mask[here, seen]))
+    return torch.cat(parts, 2)
 
 
 def _attend_explicit(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:

@@ -53,7 +53,8 @@ class Term:
 class TrainingDepth:
     """One kind of training pass: how many loops run, how many of them with gradients, whether those are recomputed,
     how many depths are read out (through coda and head), how often the head runs beside them without gradients, at
-    which train step (None: after any warm-up), and how many times a step runs a token (`alcoda.training.passes`)."""
+    which train step (None: after any warm-up), how many times a step runs a token, and in how many of these it
+    has a memory (`alcoda.training.passes`)."""
 
     loops: int
     grad_loops: int
@@ -62,6 +63,7 @@ class TrainingDepth:
     more_heads: float = 0.0
     train_step: int | None = None
     passes: float = 1.0
+    remembered: float = 1.0
 
 
 Mixture = Sequence[tuple[float, TrainingDepth]]
@@ -141,10 +143,8 @@ def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth
             Term(
                 part.name,
                 params=part.cost.params,
-                forward_flops=_whole(part.cost.flops * part.times(model, 0, loops, None) * part.runs_forward),
-                training_flops=_whole(
-                    sum(share * part.cost.flops * _passes(model, part, depth) for share, depth in mixture)
-                ),
+                forward_flops=_whole(part.flops * part.times(model, 0, loops, None) * part.runs_forward),
+                training_flops=_whole(sum(share * _training_flops(model, part, depth) for share, depth in mixture)),
                 kv_bytes=part.cost.kv * part.slots(model, loops) * KV_ITEM_BYTES,
                 latent_kv_bytes=part.cost.latent * part.slots(model, loops) * KV_ITEM_BYTES,
                 effective_params=part.cost.params * (loops if part.shared else 1),
@@ -159,15 +159,15 @@ def _whole(flops: float) -> int | float:
     return int(flops) if flops == int(flops) else flops
 
 
-def _passes(model: ModelConfig, part: Part, depth: TrainingDepth) -> float:
-    """Forward passes of the part that one training pass is worth."""
+def _training_flops(model: ModelConfig, part: Part, depth: TrainingDepth) -> float:
     run = part.times(model, 0, depth.loops, depth.train_step)
     grad = part.times(model, depth.loops - depth.grad_loops, depth.loops, depth.train_step)
     if part.per == "readout":
         run, grad = run * depth.readouts, grad * depth.readouts
         run += depth.more_heads if part.name == "head" else 0
     recomputed = grad if depth.recompute and part.in_loop else 0
-    return (run + 2 * grad + recomputed) * depth.passes
+    forward_passes = run + 2 * grad + recomputed
+    return forward_passes * (part.cost.flops * depth.passes + part.cost.memory_flops * depth.remembered)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,11 @@ class Part:
     per: Literal["pass", "readout", "loop", "step", "scores"] = "pass"
     shared: bool = False
     runs_forward: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of a token with its memory."""
+        return self.cost.flops + self.cost.memory_flops
 
     @property
     def in_loop(self) -> bool:

@@ -222,13 +222,13 @@ class Recall(NamedTuple):
         shared: what the memory adds to keys and to values, ``[B, T, G K]`` each, where the layers share the maps.
     """
 
-    m_BTD: Tensor
+    m_BTD: Tensor | None
     x0_BTD: Tensor
     shared: tuple[Tensor, ...] = ()
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Recall:
         """``f`` of every tensor."""
-        return Recall(f(self.m_BTD), f(self.x0_BTD), tuple(f(x) for x in self.shared))
+        return Recall(None if self.m_BTD is None else f(self.m_BTD), f(self.x0_BTD), tuple(f(x) for x in self.shared))
 
 
 @dataclass(frozen=True)

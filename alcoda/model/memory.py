@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,7 @@ class PrevToken(Memory):
         return RecallModule(shape, d_kv, n_gates=2 if self.gates else 0, own=self.share == "per_layer")
 
     def cost(self, shape: Shape, d_kv: int) -> Cost:
-        return linear(shape.d_model, d_kv).times(2 if self.kv and self.share == "shared" else 0)
+        return linear(shape.d_model, d_kv).times(2 if self.kv and self.share == "shared" else 0).of_memory()
 
     def residual_cost(self) -> Cost:
         return Cost(params=(2 + (self.beta is not None)) if self.residual else 0)
@@ -210,7 +210,7 @@ class PrevToken(Memory):
     def key_cost(self, shape: Shape, d_kv: int) -> Cost:
         if not self.kv:
             return Cost()
-        own = linear(shape.d_model, d_kv).times(2 if self.share == "per_layer" else 0)
+        own = linear(shape.d_model, d_kv).times(2 if self.share == "per_layer" else 0).of_memory()
         return total(own, linear(shape.d_model, 2 * d_kv // shape.d_head) if self.gates else Cost())
 
     def after(self, kept: Kept) -> Kept:
@@ -290,8 +290,11 @@ class ResidualModule(InitSpecial):
             self.beta.fill_(self.start[1])
 
     def forward(self, x_BTD: Tensor, recall: Recall) -> Tensor:
-        y_BTD = torch.addcmul(self.alpha * x_BTD, self.gamma, recall.m_BTD.to(x_BTD.dtype))
-        return y_BTD if self.beta is None else torch.addcmul(y_BTD, self.beta, recall.x0_BTD.to(x_BTD.dtype))
+        # As numbers without a dimension they leave the stream in its type.
+        y_BTD = x_BTD * self.alpha[0]
+        if recall.m_BTD is not None:
+            y_BTD = torch.addcmul(y_BTD, self.gamma[0], recall.m_BTD.to(x_BTD.dtype))
+        return y_BTD if self.beta is None else torch.addcmul(y_BTD, self.beta[0], recall.x0_BTD.to(x_BTD.dtype))
 
 
 class RecallModule(InitSpecial):
@@ -317,32 +320,48 @@ class RecallModule(InitSpecial):
     def forward(self, k_BTE: Tensor, v_BTE: Tensor, x_BTD: Tensor, recall: Recall | None) -> tuple[Tensor, Tensor]:
         added = self._of_memory(recall)
         if self.gate is None:
-            return _sum(k_BTE, *added[:1]), _sum(v_BTE, *added[1:])
+            return (k_BTE + added[0].to(k_BTE.dtype), v_BTE + added[1].to(v_BTE.dtype)) if added else (k_BTE, v_BTE)
         heads = (-1, self.d_head)
         # One number a head, for all of its width.
         gates = (2 * torch.sigmoid(self.gate(x_BTD))).unflatten(-1, (self.n_gates, -1, 1)).unbind(-3)
-        own_BTG1, *of_memory = gates
-
-        def mixed(own_BTE: Tensor, more: Sequence[Tensor]) -> Tensor:
-            own_BTGK = own_BTE.unflatten(-1, heads)
-            if not more:
-                return (own_BTG1 * own_BTGK).flatten(-2)
-            more_BTGK = more[0].to(own_BTE.dtype).unflatten(-1, heads)
-            return torch.addcmul(of_memory[0] * more_BTGK, own_BTG1, own_BTGK).flatten(-2)
-
-        return mixed(k_BTE, added[:1]), mixed(v_BTE, added[1:])
+        parts = [y_BTE.to(k_BTE.dtype).unflatten(-1, heads) for y_BTE in (k_BTE, v_BTE, *added)]
+        k_BTGK, v_BTGK = GatedSum.apply(gates[0], gates[-1] if added else None, *parts)
+        return k_BTGK.flatten(-2), v_BTGK.flatten(-2)
 
     def _of_memory(self, recall: Recall | None) -> Sequence[Tensor]:
         """What the memory adds to keys and to values; nothing where there is none."""
-        if recall is None:
+        if recall is None or recall.m_BTD is None:
             return ()
         if self.k is None or self.v is None:
             return recall.shared
         return self.k(recall.m_BTD), self.v(recall.m_BTD)
 
 
-def _sum(own_BTE: Tensor, *more: Tensor) -> Tensor:
-    return own_BTE + more[0].to(own_BTE.dtype) if more else own_BTE
+class GatedSum(torch.autograd.Function):
+    """``g k + g' k'`` and ``g v + g' v'``, a gate a head, in as few passes over memory as plain torch allows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, g_BTG1: Tensor, more_BTG1: Tensor | None, k_BTGK: Tensor, v_BTGK: Tensor, *more: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(g_BTG1, more_BTG1, k_BTGK, v_BTGK, *more)
+        k_sum, v_sum = g_BTG1 * k_BTGK, g_BTG1 * v_BTGK
+        if more_BTG1 is not None:
+            k_sum.addcmul_(more_BTG1, more[0])
+            v_sum.addcmul_(more_BTG1, more[1])
+        return k_sum, v_sum
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g_BTG1, more_BTG1, *parts), (dk, dv) = ctx.saved_tensors, grads
+
+        def of_gate(k: Tensor, v: Tensor) -> Tensor:
+            return torch.addcmul(dk * k, dv, v).sum(-1, keepdim=True)
+
+        own = of_gate(*parts[:2]), dk * g_BTG1, dv * g_BTG1
+        if more_BTG1 is None:
+            return own[0], None, *own[1:]
+        return own[0], of_gate(*parts[2:]), *own[1:], dk * more_BTG1, dv * more_BTG1
 
 
 class MemoryModule(nn.Module):
@@ -387,8 +406,8 @@ class PrevTokenModule(MemoryModule):
 
     def enter(self, context: Context, x0_BTD: Tensor, memory_BTD: Tensor | None) -> Context:
         # Zero is a memory like another: what adds to it (alpha, the gates) acts all the same.
-        m_BTD = torch.zeros_like(x0_BTD) if memory_BTD is None else memory_BTD
-        if self.k is None or self.v is None:
+        m_BTD = memory_BTD
+        if m_BTD is None or self.k is None or self.v is None:
             return replace(context, recall=Recall(m_BTD, x0_BTD))
         return replace(context, recall=Recall(m_BTD, x0_BTD, (self.k(m_BTD), self.v(m_BTD))))
 

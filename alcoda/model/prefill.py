@@ -15,10 +15,10 @@ from torch import Tensor
 
 from alcoda.config import Choice, PositiveFloat, PositiveInt
 from alcoda.errors import UsageError
-from alcoda.model.gather import put_tokens, tokens_at
+from alcoda.model.gather import tokens_at
 from alcoda.model.keys import KeyStore, Store
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.rewrite import Again
+from alcoda.model.rewrite import Again, replaced, some_of
 from alcoda.model.state import Readout
 
 SUBSETS = 2
@@ -274,28 +274,29 @@ class Chunk:
         Args:
             rows_B: of which rows; None: of all.
         """
-        memory_BTD = self._memories()
-        if self.reader.store.pos_BS is None and rows_B is None:
-            index_K = torch.arange(self.n_tokens, device=memory_BTD.device)[(first - self.start) % stride :: stride]
-            if not len(index_K):
+        memory_BTD, store = self._memories(), self.reader.store
+        tokens: range | Tensor
+        real_BK: Tensor | None = None
+        if store.pos_BS is None and rows_B is None:
+            tokens = range((first - self.start) % stride, self.n_tokens, stride)
+            if not tokens:
                 return
-            store = Again(self.reader.store, self.start + index_K)
-            index_BK, real_BK = index_K.expand(self.ids_BT.size(0), -1), None
+            columns = range(self.start + tokens.start, self.start + tokens.stop, stride)
         else:
-            runs_BT = self.reader.store.positions(self.ids_BT)[:, self.start :] % stride == first
+            runs_BT = store.positions(self.ids_BT)[:, self.start :] % stride == first
             runs_BT = runs_BT if self.live_BT is None else runs_BT & self.live_BT
             runs_BT = runs_BT if rows_B is None else runs_BT & rows_B[:, None]
             n_most = int(runs_BT.sum(1).max())
             if not n_most:
                 return
             # Those that run first, in their order; behind them, where a row has fewer, others to fill it up.
-            index_BK = (~runs_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :n_most]
-            real_BK = runs_BT.gather(1, index_BK)
-            store = Again(self.reader.store, self.start + index_BK, real_BK)
-        part = self.reader.run(tokens_at(self.ids_BT, index_BK), store, tokens_at(memory_BTD, index_BK))
+            tokens = (~runs_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :n_most]
+            real_BK, columns = runs_BT.gather(1, tokens), self.start + tokens
+        again = Again(store, columns, real_BK)
+        part = self.reader.run(some_of(self.ids_BT, tokens), again, some_of(memory_BTD, tokens))
         assert part.source_BTD is not None
-        self.y_BTD = replaced(self.y_BTD, index_BK, part.y_BTD, real_BK)
-        self.sources_BTD = replaced(self.sources_BTD, index_BK, part.source_BTD, real_BK)
+        self.y_BTD = replaced(self.y_BTD, tokens, part.y_BTD, real_BK)
+        self.sources_BTD = replaced(self.sources_BTD, tokens, part.source_BTD, real_BK)
 
     def changed_since(self, sources_BTD: Tensor) -> Tensor:
         """The largest change of what a token of each row has become, [B], root mean square over its width."""
@@ -331,10 +332,3 @@ def _in_order(carried_BLD: Tensor, sources_BTD: Tensor, live_BT: Tensor | None) 
     live_BT = torch.cat([live_BT.new_ones(carried_BLD.shape[:2]), live_BT], 1)
     order_BT = live_BT.to(torch.int8).argsort(dim=1, stable=True)
     return tokens_at(both_BTD, order_BT), order_BT
-
-
-def replaced(x_BTD: Tensor, index_BK: Tensor, new_BKD: Tensor, real_BK: Tensor | None) -> Tensor:
-    """``x_BTD`` with ``new_BKD`` at those tokens, but for entries that only fill a row up."""
-    if real_BK is not None:
-        new_BKD = torch.where(real_BK[..., None], new_BKD.to(x_BTD.dtype), tokens_at(x_BTD, index_BK))
-    return put_tokens(x_BTD, index_BK, new_BKD)

@@ -6,7 +6,7 @@ Training keeps every version, because gradients flow through all of them (`KeyPa
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -82,7 +82,24 @@ class KeyPages:
     def _merged(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
         if self.is_new:
             return torch.cat([old, new.to(old.dtype)], dim)
-        return torch.slice_scatter(old, new.to(old.dtype), dim, self.tokens.start, self.tokens.stop, self.tokens.step)
+        return Replaced.apply(old, new.to(old.dtype), dim, self.tokens)
+
+
+class Replaced(torch.autograd.Function):
+    """``old`` with ``new`` at some tokens. As `torch.slice_scatter`, but that the gradient of ``new`` is no view of
+    every other token: what comes before it would read it at half the speed."""
+
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor, dim: int, tokens: range) -> Tensor:
+        ctx.dim, ctx.tokens = dim, tokens
+        return torch.slice_scatter(old, new, dim, tokens.start, tokens.stop, tokens.step)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,), at = grads, (slice(None),) * ctx.dim + (slice(ctx.tokens.start, ctx.tokens.stop, ctx.tokens.step),)
+        old = grad.clone()
+        old[at] = 0
+        return old, grad[at].contiguous(), None, None
 
 
 class Again:
@@ -90,15 +107,16 @@ class Again:
 
     Args:
         store: as the pass before left it.
-        index: columns of the store that it runs, [B, K]; or [K], where its keys are positions 0 .. n - 1.
+        tokens: columns of the store that it runs: the same of each row, where its keys are positions 0 .. n - 1; or
+            [B, K], of each row.
         real_BK: with the latter: False where an entry only fills its row up and is to change nothing.
     """
 
     decodes: ClassVar[bool] = True
 
-    def __init__(self, store: KeyStore, index: Tensor, real_BK: Tensor | None = None) -> None:
-        assert (index.dim() == 1) is (real_BK is None) and (store.pos_BS is None or index.dim() == 2)
-        self.store, self.index, self.real_BK = store, index, real_BK
+    def __init__(self, store: KeyStore, tokens: range | Tensor, real_BK: Tensor | None = None) -> None:
+        assert isinstance(tokens, range) is (real_BK is None) and (store.pos_BS is None or real_BK is not None)
+        self.store, self.tokens, self.real_BK = store, tokens, real_BK
         self.n_tokens = store.n_tokens
 
     def open(
@@ -106,32 +124,49 @@ class Again:
     ) -> View:
         """As `KeyStore.open`; positions are those that the tokens have."""
         assert n_loops == self.store.n_loops and pos_BT is None and live_BT is None
-        if self.index.dim() == 1:
+        if isinstance(self.tokens, range):
+            pos_T = torch.arange(self.tokens.start, self.tokens.stop, self.tokens.step, device=device)
             key_pos_S = torch.arange(self.n_tokens, device=device)
-            return View(self.index, key_pos_S, None, key_pos_S <= self.index[:, None], False)
-        key_pos_BS = self.store.positions(self.index)
-        return View.tagged(key_pos_BS.gather(1, self.index), key_pos_BS, self.store.live_BS)
+            return View(pos_T, key_pos_S, None, key_pos_S <= pos_T[:, None], False)
+        key_pos_BS = self.store.positions(self.tokens)
+        return View.tagged(key_pos_BS.gather(1, self.tokens), key_pos_BS, self.store.live_BS)
 
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         """As `KeyStore.ran`."""
         before_BS = self.store.ran_BS[loop]
-        self.store.ran_BS[loop] = ran_BS = self._put(before_BS, ran_BT)
+        self.store.ran_BS[loop] = ran_BS = replaced(before_BS, self.tokens, ran_BT, self.real_BK)
         return ran_BS if self.store.live_BS is None else ran_BS & self.store.live_BS
 
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """As `KeyStore.write`."""
         held = self.store.held(slot, k_BGTK, v_BGTK)
         for held_BGSK, new_BGTK in zip(held, (k_BGTK, v_BGTK), strict=True):
-            if self.index.dim() == 1:
-                held_BGSK[:, :, self.index] = new_BGTK.to(held_BGSK.dtype)
+            if isinstance(self.tokens, range):
+                held_BGSK[:, :, every(self.tokens)] = new_BGTK
             else:
-                held_BGSK.copy_(self._put(held_BGSK.transpose(1, 2), new_BGTK.transpose(1, 2)).transpose(1, 2))
+                new_BTGK = new_BGTK.transpose(1, 2)
+                held_BGSK.copy_(
+                    replaced(held_BGSK.transpose(1, 2), self.tokens, new_BTGK, self.real_BK).transpose(1, 2)
+                )
         return held
 
-    def _put(self, held_BS: Tensor, new_BT: Tensor) -> Tensor:
-        """``held_BS`` (and what is behind) with the real ones of ``new_BT`` in it."""
-        index_BK = self.index if self.index.dim() == 2 else self.index.expand(held_BS.size(0), -1)
-        if self.real_BK is not None:
-            real = self.real_BK.view(*self.real_BK.shape, *[1] * (new_BT.dim() - 2))
-            new_BT = torch.where(real, new_BT.to(held_BS.dtype), tokens_at(held_BS, index_BK))
-        return put_tokens(held_BS, index_BK, new_BT)
+
+def every(tokens: range) -> slice:
+    """``tokens`` as an index."""
+    return slice(tokens.start, tokens.stop, tokens.step)
+
+
+def some_of(x_BT: Tensor, tokens: range | Tensor) -> Tensor:
+    """Those tokens of ``[B, T, ...]``; as `Again` names them."""
+    return x_BT[:, every(tokens)] if isinstance(tokens, range) else tokens_at(x_BT, tokens)
+
+
+def replaced(x_BT: Tensor, tokens: range | Tensor, new_BK: Tensor, real_BK: Tensor | None) -> Tensor:
+    """``[B, T, ...]`` with ``new_BK`` at those tokens (as `Again` names them), but for entries that only fill up."""
+    new_BK = new_BK.to(x_BT.dtype)
+    if isinstance(tokens, range):
+        return torch.slice_scatter(x_BT, new_BK, 1, tokens.start, tokens.stop, tokens.step)
+    if real_BK is not None:
+        real = real_BK.view(*real_BK.shape, *[1] * (new_BK.dim() - 2))
+        new_BK = torch.where(real, new_BK, tokens_at(x_BT, tokens))
+    return put_tokens(x_BT, tokens, new_BK)

@@ -78,6 +78,8 @@ class Cost(NamedTuple):
             Norms, activations, embedding look-ups and other elementwise work are not counted.
         kv: numbers kept in the key cache a token.
         latent: what ``kv`` shrinks to where the cache keeps latents and expands them when they are read (MLA).
+        memory_flops: beside ``flops``, forward FLOPs of a token that has a memory: the first of a training step's
+            passes has none, and reading or decoding has one for every token.
         sides: d_in + d_out, summed over the linear maps: what a rank-1 term on each of them has in parameters.
     """
 
@@ -86,6 +88,11 @@ class Cost(NamedTuple):
     kv: int = 0
     latent: int = 0
     sides: int = 0
+    memory_flops: int = 0
+
+    def of_memory(self) -> Cost:
+        """The same, of what is done with a memory only."""
+        return self._replace(flops=0, memory_flops=self.flops)
 
     def times(self, n: int) -> Cost:
         """``n`` parts of this cost."""

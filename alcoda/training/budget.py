@@ -85,7 +85,8 @@ class StepFlops(NamedTuple):
     def at(self, n_loops: int, n_grad: int, warming: int | None = None) -> TrainingDepth:
         """A row of ``n_loops`` loops, as the ledger takes it."""
         n_readouts, more_heads = self.objective.n_readouts(n_loops), self.objective.n_more_heads(n_loops)
-        return TrainingDepth(n_loops, n_grad, self.recompute, n_readouts, more_heads, warming, self.passes.cost())
+        passes, remembered = self.passes.cost(), self.passes.remembered(self.model.seq_len)
+        return TrainingDepth(n_loops, n_grad, self.recompute, n_readouts, more_heads, warming, passes, remembered)
 
     def mixture(self, depth: Depth) -> list[tuple[float, TrainingDepth]]:
         """The rows of a run at the depths of a resolved sampler, after any warm-up."""

@@ -11,6 +11,7 @@ import torch
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.precision import hold_in
 from alcoda.model.prefill import Prefill, Reading, prefills
 from alcoda.training import checkpoint
 from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
@@ -25,7 +26,7 @@ class LoadedRun:
     Attributes:
         run: the folder.
         recipe: resolved.
-        model: in evaluation mode, fp32 weights.
+        model: in evaluation mode; its linear maps in ``dtype``, everything else in fp32.
         tokenizer: the one that it was trained with.
         dtype: what its passes are computed in (autocast).
         train_step: of the checkpoint that was loaded.
@@ -92,7 +93,10 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
         dtype = "float32"
     model = checkpoint.build(recipe.model, on)
     checkpoint.load_weights(where, model)
-    return LoadedRun(run, recipe, model.eval(), tokenizer, pick_dtype(dtype, on), manifest["train_step"])
+    picked = pick_dtype(dtype, on)
+    if picked != torch.float32:
+        hold_in(model, picked)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"])
 
 
 def check_tokenizer(run: RunFolder, path: Path, tokenizer: Tokenizer) -> None:

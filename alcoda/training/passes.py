@@ -39,6 +39,10 @@ class Passes(Choice, axis="passes"):
         """How many times a token is run: what a step costs, over one plain pass."""
         return 1.0
 
+    def remembered(self, n_tokens: int) -> float:
+        """In how many of these runs a token of ``n_tokens`` has a memory: in all passes but the first."""
+        return sum(len(one.tokens) for one in self.of(n_tokens)[1:]) / n_tokens
+
     def prefill_subsets(self) -> int:
         """The strides in which interleaved prefill reads as this trains."""
         return SUBSETS

@@ -250,8 +250,8 @@ def test_control_a_reader_that_carries_padding(monkeypatch: pytest.MonkeyPatch) 
 def test_control_a_pass_again_that_fills_up_with_what_it_should_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of fewer tokens are filled up with others, which are to stay as they are."""
 
-    def careless(store: Any, index: Tensor, real_BK: Tensor | None = None) -> Again:
-        return Again(store, index, None if real_BK is None else torch.ones_like(real_BK))
+    def careless(store: Any, tokens: range | Tensor, real_BK: Tensor | None = None) -> Again:
+        return Again(store, tokens, None if real_BK is None else torch.ones_like(real_BK))
 
     monkeypatch.setattr(prefill, "Again", careless)
     broken(law.prefill_then_decode, "interleaved, left-padded: ")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from alcoda.model import cost
 from alcoda.model.cost import Ledger
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.folders import is_overlay, project_recipes, recipe_files
@@ -192,6 +195,11 @@ LRT_CHANGES: dict[str, dict[str, Any]] = {
     "refined": {},
 }
 """By overlay, what of the memory changes."""
+LRT_PASSES: dict[str, tuple[float, Callable[[int], float]]] = {
+    "chunked": (1, lambda n_tokens: 1 - 64 / n_tokens),
+    "refined": (4, lambda n_tokens: 3),
+}
+"""By overlay, how many times a token is run, and in how many of them with a memory, where that is not 2 and 1."""
 RUNGS = ("grt_1_recurrence", "grt_2_prelude_coda", "grt_3_state_noise", "grt_4_injection", "grt_5_gate")
 
 
@@ -270,7 +278,14 @@ def test_the_ablations_of_cart(base: str) -> None:
 def test_the_ablations_of_lrt(base: str) -> None:
     """Each changes the memory, or the passes, and costs what that costs."""
     whole, goal = put(base)
-    flops, passes = goal.training_flops_per_token, whole.passes.cost()
+
+    def flops(passes: float, remembered: float) -> float:
+        """Of the whole model, were a token run so many times, in so many of them with a memory."""
+        mixture = whole.step_flops.mixture(whole.depth.resolve(whole.model.n_loops, whole.n_steps))
+        changed = [(share, replace(depth, passes=passes, remembered=remembered)) for share, depth in mixture]
+        return cost.ledger(whole.model, None, changed).training_flops_per_token
+
+    assert flops(1, 1) > flops(1, 0) > 0
     for name, changes in LRT_CHANGES.items():
         recipe, ledger = put(base, f"lrt_{name}")
         kind = {"gated_only": "gated"}.get(name, "prev_token")
@@ -282,11 +297,11 @@ def test_the_ablations_of_lrt(base: str) -> None:
         )
         if not changes and kind == "prev_token":
             assert ledger.params == goal.params
-            assert ledger.training_flops_per_token == pytest.approx(flops * recipe.passes.cost() / passes, rel=1e-12)
-    costs = {
-        name: put(base, f"lrt_{name}")[0].passes.cost() for name in ("chunked", "1_subset", "4_subsets", "refined")
-    }
-    assert costs == {"chunked": 1, "1_subset": 2, "4_subsets": 2, "refined": 4}
+            passes, remembered_of = LRT_PASSES.get(name, (2, lambda n_tokens: 1))
+            remembered = remembered_of(whole.model.seq_len)
+            expected = (passes - remembered) * flops(1, 0) + remembered * flops(1, 1)
+            assert recipe.passes.cost() == passes
+            assert ledger.training_flops_per_token == pytest.approx(expected, rel=1e-12)
     none = load_recipe(base, ["passes=one", "model.memory=none"]).ledger()
     only_kv, only_residual = put(base, "lrt_kv_only")[1], put(base, "lrt_residual_only")[1]
     assert (only_kv.params - none.params) + (only_residual.params - none.params) == goal.params - none.params

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Choice
-from alcoda.model.precision import in_fp32
+from alcoda.model.precision import Fp32Linear, in_fp32
 from alcoda.model.shape import Cost, Shape, linear
 
 
@@ -57,7 +57,7 @@ class NoExitGateModule(nn.Module):
 class LinearExitGateModule(nn.Module):
     def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(d_model, 1)
+        self.proj = Fp32Linear(d_model, 1)
 
     def forward(self, h_BTD: Tensor) -> Tensor:
         # In bf16 a gate that is sure would be 1, without a gradient to change its mind.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alcoda.config import Bool, Choice, NonNegativeFloat, NonNegativeInt
 from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import Context
-from alcoda.model.precision import in_fp32
+from alcoda.model.precision import Fp32Linear, in_fp32
 from alcoda.model.shape import Cost, Kept, Shape, linear
 from alcoda.model.state import Run, State
 
@@ -237,7 +237,7 @@ class TokenChoiceModule(RoutedModule):
     def __init__(self, config: TokenChoice, d_model: int, n_loops: int) -> None:
         super().__init__(config)
         self.choice = config
-        self.router = nn.Linear(d_model, n_loops, bias=False)
+        self.router = Fp32Linear(d_model, n_loops, bias=False)
 
     def start(self, e_BTD: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         logits_BTR = in_fp32(self.router, e_BTD)
@@ -264,8 +264,8 @@ class ExpertChoiceModule(RoutedModule):
         super().__init__(config)
         self.choice = config
         self.n_loops = n_loops
-        self.router = nn.Linear(d_model, n_loops, bias=False)
-        self.second = nn.Linear(d_model, n_loops, bias=False) if config.auxiliary == "router" else None
+        self.router = Fp32Linear(d_model, n_loops, bias=False)
+        self.second = Fp32Linear(d_model, n_loops, bias=False) if config.auxiliary == "router" else None
 
     def start(self, e_BTD: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         here_BT = torch.ones(e_BTD.shape[:2], dtype=torch.bool, device=e_BTD.device)
