@@ -14,6 +14,7 @@ from alcoda.training import checkpoint, shard
 from alcoda.training.load import check_tokenizer, pick_checkpoint
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
+from alcoda.training.trainable import part_of
 
 
 def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFolder) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
     What only ``model`` has keeps its fresh values; what only the other has is left. Both are said.
 
     Args:
+        model: with what learns marked (`alcoda.training.trainable.freeze`).
         run: the new run; what its record says of the source has to hold still (it died before its first checkpoint).
 
     Returns:
@@ -52,8 +54,10 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             f"{what}: its weights are others than when {run.path} was begun (it had no checkpoint yet): name the "
             f"checkpoint ({before['checkpoint']}), or begin anew with another --out"
         )
-    fresh, left = copy_weights(checkpoint.read_weights(where), model, what)
-    stuck = sorted({name.split(".")[0] for name in fresh} - set(recipe.trainable or model._modules))
+    have = checkpoint.read_weights(where)
+    fresh, left = copy_weights(have, model, what)
+    names = part_of(model)
+    stuck = sorted({names[p] for name, p in model.named_parameters() if name not in have and not p.requires_grad})
     if stuck:
         raise UsageError(
             f"{what} has no {', '.join(stuck)}, and trainable leaves it frozen: it would stay at its random start. Add "
