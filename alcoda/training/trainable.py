@@ -33,8 +33,8 @@ class InitFrom(Config):
 
 
 def parts(model: RecurrentLM) -> dict[str, set[nn.Parameter]]:
-    """What ``trainable`` may name, with its parameters: every child of the model; ``memory`` is all of it, also what
-    lies in the blocks, which are parts too."""
+    """What ``trainable`` may name, with its parameters: every child of the model. What a block has of the memory is of
+    ``memory`` and of the block's stack."""
     found = {name: set(child.parameters()) for name, child in model.named_children()}
     for module in model.modules():
         if isinstance(module, Block):

@@ -170,11 +170,11 @@ def test_a_signal_to_a_process(number: signal.Signals, tmp_path: Path, corpus: P
 def test_nobody_reads_what_is_said(tmp_path: Path, corpus: Path) -> None:
     """Whoever reads our output ends (a pager, tee): the run, which is in files, goes on."""
     file, run = write_recipe(tmp_path / "short.yaml", corpus), tmp_path / "run"
-    process = spawn("train", file, "--out", run)
-    assert process.stderr is not None and process.stdout is not None
-    process.stderr.close()  # before the first note, on how little text there is to validate on
-    out = process.stdout.read()
-    assert process.wait(60) == 0 and json.loads(out)["status"] == "finished"
+    with spawn("train", file, "--out", run) as process:
+        assert process.stderr is not None and process.stdout is not None
+        process.stderr.close()  # before the first note, on how little text there is to validate on
+        out = process.stdout.read()
+    assert process.returncode == 0 and json.loads(out)["status"] == "finished"
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert checkpoint.listed(run / "checkpoints")[-1].name == "step_00000008"
 

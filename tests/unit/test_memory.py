@@ -319,18 +319,19 @@ def test_more_strides_than_tokens_are_exact_and_no_more_work(recipe: Path, padde
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_what_fills_a_row_up_is_not_waited_for(recipe: Path, chunk_tokens: int | None) -> None:
+def test_what_fills_a_row_up_is_not_waited_for(recipe: Path) -> None:
     """A row that is cut is read as it is alone, whatever stands behind its text."""
-    model = RecurrentLM(load_recipe(recipe).model).init(1).double().eval()
-    text_BT = torch.arange(16).view(1, 16) * 7 % 257
-    alone_BT, filled_BT = text_BT[:, :6], torch.cat([text_BT[:, :6], torch.zeros(1, 10, dtype=torch.int64)], 1)
-    reading = Reading(IteratedPrefill(tolerance=1e-3, max_passes=16), chunk_tokens)
-    (alone_BTD,) = read_rows(model, alone_BT, [2], reading)
+    model = RecurrentLM(load_recipe(recipe).model).init(0).double().eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.6)  # so that tokens stop at passes of their own
+    filled_BT = torch.arange(16).view(1, 16) * 7 % 257
+    reading = Reading(IteratedPrefill(tolerance=0.3, max_passes=16))
+    (alone_BTD,) = read_rows(model, filled_BT[:, :6], [2], reading)
     (filled_BTD,) = read_rows(model, filled_BT, [2], reading, n_text=6)
     (waited_BTD,) = read_rows(model, filled_BT, [2], reading)
     assert torch.allclose(filled_BTD[:, :6], alone_BTD, rtol=0, atol=1e-12)
-    assert not torch.allclose(waited_BTD[:, :6], alone_BTD, rtol=0, atol=1e-12)  # the control
+    assert not torch.allclose(waited_BTD[:, :6], alone_BTD, rtol=0, atol=1e-3)  # the control
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------

@@ -329,14 +329,6 @@ def test_a_memory_learns_beside_a_frozen_model(no_gate: Path, text: Path, tmp_pa
         recipe(text, trainable=["memory"])
 
 
-def test_a_norm_that_two_parts_share_is_of_both(text: Path) -> None:
-    model = {"loop_norm": "before_coda", "final_norm": "shared"}
-    with torch.device("meta"):
-        built = RecurrentLM(recipe(text, model=model, trainable=["final_norm"]).model)
-    mark(built, ["final_norm"])
-    assert [name for name, p in built.named_parameters() if p.requires_grad] == ["loop_norm.norm.weight"]
-
-
 def test_an_untied_head_is_a_part(text: Path) -> None:
     assert recipe(text, model={"head": "untied"}, trainable=["head"]).trainable == ("head",)
 
