@@ -44,10 +44,11 @@ def parts(model: RecurrentLM) -> dict[str, set[nn.Parameter]]:
     return found
 
 
-def part_of(model: RecurrentLM) -> dict[nn.Parameter, str]:
-    """The name that fits a parameter best: of the parts that hold it, the smallest."""
-    by_size = sorted(parts(model).items(), key=lambda part: -len(part[1]))
-    return {parameter: name for name, found in by_size for parameter in found}
+def part_of(model: RecurrentLM) -> dict[str, str]:
+    """The part that each parameter is of, by name; of memory and block: the memory."""
+    found = parts(model)
+    memory = found["memory"]
+    return {name: "memory" if p in memory else name.split(".")[0] for name, p in model.named_parameters()}
 
 
 def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:

@@ -320,9 +320,12 @@ def test_a_memory_learns_beside_a_frozen_model(no_gate: Path, text: Path, tmp_pa
     """A memory starts fresh in every block of another run's model; where it does not learn, it is what is missing."""
     model = {"memory": EACH}
     train(recipe(text, model=model, init_from=str(no_gate), trainable=["memory"]), tmp_path / "run")
+    assert record(tmp_path / "run")["init_from"]["fresh"] == ["memory"]
     before, after = weights(no_gate), weights(tmp_path / "run")
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not torch.equal(after["core.stack.layers.0.memory.alpha"], torch.ones(1))
+    train(recipe(text, init_from=str(tmp_path / "run")), tmp_path / "back")
+    assert record(tmp_path / "back")["init_from"]["left"] == ["memory"]
     with pytest.raises(UsageError, match=r"has no memory, and trainable leaves it frozen"):
         train(recipe(text, model=model, init_from=str(no_gate), trainable=["inject"]), tmp_path / "other")
     with pytest.raises(UsageError, match=r"trainable=\['memory'\] leaves nothing to train"):
