@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from alcoda import launch
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
     print_footprint,
@@ -130,8 +130,11 @@ def evaluate(
 ) -> None:
     """Bits per byte at each depth, with 95% intervals. The last line is JSON."""
     from alcoda import api
+    from alcoda.model.prefill import prefills
 
     depths = parse_loops(loops)
+    if prefill is not None and prefill not in (names := [*prefills(), "all"]):
+        raise UsageError(f"--prefill {prefill!r}{did_you_mean(prefill, names)}")
     how: Any = {"checkpoint": checkpoint, "chunk_tokens": chunk, "batch_size": batch_size, "max_tokens": max_tokens}
     if prefill == "all":
         if len(depths) > 1:

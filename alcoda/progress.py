@@ -5,7 +5,6 @@ Of many processes of one run, the main one speaks.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from alcoda import launch
+from alcoda.stderr import STDERR
 
 PLAIN_EVERY_S = 15.0
 """Without a terminal (a log file, CI) one line at most this often."""
@@ -32,7 +32,7 @@ def bar(description: str, total: float | None, done: float = 0) -> Generator[Adv
     if not launch.is_main():
         yield _silent
         return
-    if not sys.stderr.isatty():
+    if not STDERR.isatty():
         yield _plain(description, total, done)
         return
     columns = (
@@ -43,7 +43,7 @@ def bar(description: str, total: float | None, done: float = 0) -> Generator[Adv
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=STDERR), transient=True) as progress:
         task = progress.add_task(description, total=total, completed=int(done), note="")
 
         def advance(n: float = 1, note: str = "") -> None:
@@ -55,7 +55,7 @@ def bar(description: str, total: float | None, done: float = 0) -> Generator[Adv
 def say(text: str) -> None:
     """A line for the user, beside the bars."""
     if launch.is_main():
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=STDERR, flush=True)
 
 
 def _silent(n: float = 1, note: str = "") -> None:
@@ -72,6 +72,6 @@ def _plain(description: str, total: float | None, done: float) -> Advance:
         if now - last >= PLAIN_EVERY_S:
             last = now
             share = f"{done / total:4.0%}" if total else f"{done:g}"
-            print(f"{description}: {share} {note}".rstrip(), file=sys.stderr, flush=True)
+            print(f"{description}: {share} {note}".rstrip(), file=STDERR, flush=True)
 
     return advance

@@ -22,6 +22,7 @@ from alcoda.data.prepare import Data, prepare
 from alcoda.errors import UsageError
 from alcoda.files import read_json
 from alcoda.measure.bigram import Bigram
+from alcoda.stderr import STDERR
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.run import RUN_FILES, RunFolder
 
@@ -44,7 +45,7 @@ def quickstart(
         ended the training.
     """
     began = time.perf_counter()
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
+    say = Console(file=STDERR, highlight=False, soft_wrap=True).print
     recipe = load_recipe(RECIPE, settings).resolved()
     run = RunFolder(out)
     aside = _set_aside(run) if fresh else None

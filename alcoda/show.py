@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alcoda.stderr import STDERR
+
 
 def say(text: str) -> None:
     """A line on stderr: beside what scripts read."""
-    print(text, file=sys.stderr)
+    print(text, file=STDERR, flush=True)
 
 
 def print_json(value: Any) -> None:

@@ -169,6 +169,12 @@ class PrevToken(Memory):
     def check(self, n_prelude: int, n_core: int, n_coda: int, seq_len: int) -> None:
         if not self.residual and not self.kv:
             raise ValueError("memory.residual=false and memory.kv=false: the memory enters nowhere; set one to true")
+        if not self.kv and (self.share, self.gates) != ("shared", True):
+            field = "share='per_layer'" if self.share != "shared" else "gates=false"
+            raise ValueError(
+                f"memory.{field} is of the projections into keys and values, and memory.kv=false has none: leave it "
+                "out, or set kv to true"
+            )
         if self.beta is not None and not self.residual:
             raise ValueError("memory.beta is a term of the residual injection: set residual to true, or beta to null")
         if self.source is not None and self.source not in (allowed := _sources(n_prelude, n_core, n_coda)):

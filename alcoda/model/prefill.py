@@ -148,6 +148,7 @@ def read_rows(
     loops: Sequence[int],
     reading: Reading | None = None,
     tell: Tell = lambda n_tokens: None,
+    n_text: int | None = None,
 ) -> Iterator[Tensor]:
     """What the head reads at every token of whole rows, ``y_BTD``, at each of the increasing depths ``loops``.
 
@@ -155,6 +156,8 @@ def read_rows(
         reading: how rows are read where the model has a memory; None: exactly. Memories of one depth are not those of
             another, so each depth is then a run of its own.
         tell: is told of progress.
+        n_text: of the tokens, row after row, so many are text, and what fills the last row up is not waited for; None:
+            all.
     """
     n_tokens = ids_BT.size(1)
     if not model.config.memory.carries:
@@ -162,10 +165,14 @@ def read_rows(
             yield readout.y_BTD
             tell(n_tokens / len(loops))
         return
+    text_BT = None
+    if n_text is not None and n_text < ids_BT.numel():
+        text_BT = (torch.arange(ids_BT.numel(), device=ids_BT.device) < n_text).view_as(ids_BT)
     for n_loops in loops:
         reader, parts = Reader(model, n_loops, n_tokens), []
         for tokens, prefill in (reading or Reading(ExactPrefill())).chunks(n_tokens):
-            parts.append(reader.read(ids_BT[:, tokens], prefill))
+            text = None if text_BT is None else text_BT[:, tokens]
+            parts.append(reader.read(ids_BT[:, tokens], prefill, text_BT=text))
             tell((tokens.stop - tokens.start) / len(loops))
         yield torch.cat(parts, 1)
 
@@ -189,19 +196,21 @@ class Reader:
         prefill: Prefill | None = None,
         pos_BT: Tensor | None = None,
         live_BT: Tensor | None = None,
+        text_BT: Tensor | None = None,
     ) -> Tensor:
         """Read on; what the head reads at each token, ``y_BTD``.
 
         Args:
             prefill: how, where a chunk has more than one token; None: exactly.
             pos_BT, live_BT: as `RecurrentLM.readouts`. The live tokens of a row are in order.
+            text_BT: False for tokens behind a row's text, whose own change is not waited for; None: as ``live_BT``.
         """
         if not self.model.config.memory.carries:
             return self.run(ids_BT, self.store, None, pos_BT, live_BT).y_BTD
         if self.carried_BLD is None:
             weight = self.model.embed.weight
             self.carried_BLD = weight.new_zeros(ids_BT.size(0), self.model.memory.n_carried, weight.size(1))
-        chunk = Chunk(self, ids_BT, pos_BT, live_BT, self.carried_BLD)
+        chunk = Chunk(self, ids_BT, pos_BT, live_BT, self.carried_BLD, live_BT if text_BT is None else text_BT)
         (prefill or ExactPrefill()).read(chunk)
         self.carried_BLD = chunk.last(chunk.carried_BLD, chunk.sources_BTD, live_BT)
         return chunk.y_BTD
@@ -227,6 +236,7 @@ class Chunk:
 
     Attributes:
         carried_BLD: what the tokens before it have become.
+        text_BT: of which tokens a change counts; None: of all.
         y_BTD, sources_BTD: what its own have, by the newest pass over each: for the head, and to be remembered.
     """
 
@@ -234,10 +244,16 @@ class Chunk:
     sources_BTD: Tensor
 
     def __init__(
-        self, reader: Reader, ids_BT: Tensor, pos_BT: Tensor | None, live_BT: Tensor | None, carried_BLD: Tensor
+        self,
+        reader: Reader,
+        ids_BT: Tensor,
+        pos_BT: Tensor | None,
+        live_BT: Tensor | None,
+        carried_BLD: Tensor,
+        text_BT: Tensor | None,
     ) -> None:
         self.reader, self.ids_BT, self.pos_BT, self.live_BT = reader, ids_BT, pos_BT, live_BT
-        self.carried_BLD = carried_BLD
+        self.carried_BLD, self.text_BT = carried_BLD, text_BT
         self.start, self.n_tokens = reader.store.n_tokens, ids_BT.size(1)
 
     def token_by_token(self) -> None:
@@ -299,9 +315,9 @@ class Chunk:
         self.sources_BTD = replaced(self.sources_BTD, tokens, part.source_BTD, real_BK)
 
     def changed_since(self, sources_BTD: Tensor) -> Tensor:
-        """The largest change of what a token of each row has become, [B], root mean square over its width."""
+        """The largest change of what a token of each row's text has become, [B], root mean square over its width."""
         change_BT = (self.sources_BTD - sources_BTD).float().square().mean(-1).sqrt()
-        return (change_BT if self.live_BT is None else change_BT * self.live_BT).amax(1)
+        return (change_BT if self.text_BT is None else change_BT * self.text_BT).amax(1)
 
     def _recall(self, sources_BTD: Tensor) -> Tensor:
         return self.reader.model.memory.recall(sources_BTD)

@@ -176,14 +176,14 @@ class Trainer:
 
     def run_to_end(self) -> TrainResult:
         """Train until the recipe's last step or a signal."""
-        self._record(**first_record(self))
+        with self.processes.together():
+            self._record(**first_record(self))
         if self.recipe.train.compile:
             self._compile()
         try:
-            with (
-                closing(Trackers(self.recipe, self.run, self.train_step, self.processes.is_main)) as trackers,
-                stop_on_signal(self.processes.is_main) as stop,
-            ):
+            with self.processes.together():
+                trackers = Trackers(self.recipe, self.run, self.train_step, self.processes.is_main)
+            with closing(trackers), stop_on_signal(self.processes.is_main) as stop:
                 status = self._loop(trackers, stop)
         except BaseException as error:
             # What went wrong is for the user to see, not that it could not be noted down either.
@@ -231,8 +231,7 @@ class Trainer:
                 note = f"loss {loss:.3f}  {since.tokens_per_s(self):,.0f} tokens/s  {since.mean_loops():.1f} loops"
                 advance(1, note)
                 if self.train_step % config.log_every == 0 or last or self.train_step == 1:
-                    record = since.record(self, loss, grad_norm, lr, plan)
-                    trackers.log(record)
+                    self._log(trackers, since.record(self, loss, grad_norm, lr, plan))
                     since = self._window()
                 validates = self.train_step % self.recipe.eval.every == 0 or last
                 saves = self.train_step % config.checkpoint_every == 0 or last
@@ -310,8 +309,7 @@ class Trainer:
     def _validate(self, trackers: Trackers) -> bool:
         """Score the beginning of the validation text; whether the model is the best so far at n_loops."""
         records, bits = validation(self)
-        for record in records:
-            trackers.log(record)
+        self._log(trackers, *records)
         if not math.isfinite(bits):
             if self.train_step == self.n_steps:
                 with self.processes.together():  # said once
@@ -324,6 +322,11 @@ class Trainer:
             self.best = {"train_step": self.train_step, "bits_per_byte": bits}
             return True
         return False
+
+    def _log(self, trackers: Trackers, *records: dict[str, Any]) -> None:
+        with self.processes.together():  # a full disk is the main one's to find, and ends all
+            for record in records:
+                trackers.log(record)
 
     def _save(self) -> None:
         if self.saved_step == self.train_step:
@@ -345,9 +348,10 @@ class Trainer:
         about = {"tokens": self.tokens, "tokenizer_sha256": self.data.tokenizer.sha256, "best": self.best}
         checkpoint.save(self.run.checkpoints, self.train_step, self.model, state, about, self.processes)
         self.saved_step = self.train_step
-        if self.processes.is_main:
-            best = self.best["train_step"] if self.best else None
-            checkpoint.prune(self.run.checkpoints, self.recipe.train.keep_checkpoints, best)
+        best = self.best["train_step"] if self.best else None
+        with self.processes.together(), disk(self.run.checkpoints):
+            if self.processes.is_main:
+                checkpoint.prune(self.run.checkpoints, self.recipe.train.keep_checkpoints, best)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint."""
@@ -360,7 +364,7 @@ class Trainer:
         by_rank = [state, *state.get("other_ranks", [])]
         if len(by_rank) == self.processes.world_size:
             set_rng_state(by_rank[self.processes.rank], self.device)
-        else:
+        elif state["train_step"] < self.n_steps:  # else nothing more is drawn
             progress.say(
                 f"{path.name} is of {len(by_rank)} processes and {self.processes.world_size} go on from it: the noise "
                 "from here on is drawn anew"

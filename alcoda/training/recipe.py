@@ -110,7 +110,8 @@ class Recipe(Config):
     init_from: InitFrom | None = None
     """A run whose weights this one starts from (a path, or ``{run: PATH, checkpoint: best}``); null: fresh weights."""
     trainable: tuple[str, ...] | None = None
-    """The parts of the model that learn, by axis (update, inject, core, embed, ...); null: all. The rest is frozen."""
+    """The parts of the model that learn, by axis (update, inject, core, embed, ...; memory: in the blocks too); null:
+    all. The rest is frozen."""
 
     @field_validator("name")
     @classmethod

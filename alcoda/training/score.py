@@ -81,7 +81,9 @@ def score(
             with autocast(device, dtype):
                 # Of the columns of a row that is padded, the text's part is what counts as read.
                 part = n / inputs_BT.size(1)
-                ys = read_rows(model, inputs_BT, loops, reading, lambda n_tokens, part=part: tell(n_tokens * part))
+                ys = read_rows(
+                    model, inputs_BT, loops, reading, lambda n_tokens, part=part: tell(n_tokens * part), n_text=n
+                )
                 rows, read_s = [], 0.0
                 for y_BTD, seconds in _timed(ys, device):
                     rows.append(_nats(model, y_BTD.flatten(0, 1)[:n], target_N))

@@ -14,6 +14,7 @@ from alcoda.training import checkpoint, shard
 from alcoda.training.load import check_tokenizer, pick_checkpoint
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
+from alcoda.training.trainable import part_of
 
 
 def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFolder) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
     What only ``model`` has keeps its fresh values; what only the other has is left. Both are said.
 
     Args:
+        model: with what learns marked (`alcoda.training.trainable.freeze`).
         run: the new run; what its record says of the source has to hold still (it died before its first checkpoint).
 
     Returns:
@@ -52,8 +54,10 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             f"{what}: its weights are others than when {run.path} was begun (it had no checkpoint yet): name the "
             f"checkpoint ({before['checkpoint']}), or begin anew with another --out"
         )
-    fresh, left = copy_weights(checkpoint.read_weights(where), model, what)
-    stuck = sorted({name.split(".")[0] for name in fresh} - set(recipe.trainable or model._modules))
+    have = checkpoint.read_weights(where)
+    fresh, left = copy_weights(have, model, what, checkpoint.build(source.recipe().model, torch.device("meta")))
+    named = part_of(model)
+    stuck = sorted({named[name] for name, p in model.named_parameters() if name not in have and not p.requires_grad})
     if stuck:
         raise UsageError(
             f"{what} has no {', '.join(stuck)}, and trainable leaves it frozen: it would stay at its random start. Add "
@@ -66,8 +70,10 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
     return {"init_from": {**found, "fresh": fresh, "left": left}}
 
 
-def copy_weights(have: dict[str, torch.Tensor], model: RecurrentLM, what: str) -> tuple[list[str], list[str]]:
-    """Fill ``model`` with the tensors of ``have`` that it has too.
+def copy_weights(
+    have: dict[str, torch.Tensor], model: RecurrentLM, what: str, source: RecurrentLM
+) -> tuple[list[str], list[str]]:
+    """Fill ``model`` with the tensors of ``have``, of the model ``source``, that it has too.
 
     Returns:
         What only the model has, and what only ``have`` has: a part of the model by its name where that holds of all of
@@ -85,10 +91,10 @@ def copy_weights(have: dict[str, torch.Tensor], model: RecurrentLM, what: str) -
             f"{what}: {shown}. Give the model the sizes of that run, or another choice where it may differ"
         )
     shard.fill(model, {name: tensor for name, tensor in have.items() if name in want})
-    return _only(want, have), _only(have, want)
+    return _only(want, have, part_of(model)), _only(have, want, part_of(source))
 
 
-def _only(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    shared = {name.split(".")[0] for name in ours if name in theirs}
-    parts = (name if name.split(".")[0] in shared else name.split(".")[0] for name in ours if name not in theirs)
-    return list(dict.fromkeys(parts))
+def _only(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], part_of: dict[str, str]) -> list[str]:
+    named = {name: part_of.get(name, name) for name in ours}
+    shared = {named[name] for name in ours if name in theirs}
+    return list(dict.fromkeys(name if named[name] in shared else named[name] for name in ours if name not in theirs))

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -23,7 +23,8 @@ def stop_on_signal(speaks: bool = True) -> Generator[threading.Event]:
         stop.set()
         if speaks:
             # Past Python's own buffers, which the interrupted code may be writing to.
-            os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
+            with suppress(OSError):  # a terminal that is gone
+                os.write(2, b"stopping after this step, with a checkpoint; once more to stop at once\n")
         for one, handler in before.items():
             signal.signal(one, handler)
 

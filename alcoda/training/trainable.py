@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from pydantic import model_validator
+from torch import nn
 
 from alcoda import progress
 from alcoda.config import Config
 from alcoda.errors import did_you_mean
+from alcoda.model.attention import KeyProjection
+from alcoda.model.blocks import Block
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 
@@ -29,11 +32,30 @@ class InitFrom(Config):
         return {"run": data} if isinstance(data, str) else data
 
 
+def parts(model: RecurrentLM) -> dict[str, set[nn.Parameter]]:
+    """What ``trainable`` may name, with its parameters: every child of the model. What a block has of the memory is of
+    ``memory`` and of the block's stack."""
+    found = {name: set(child.parameters()) for name, child in model.named_children()}
+    for module in model.modules():
+        if isinstance(module, Block):
+            found["memory"] |= set(module.memory.parameters())
+        if isinstance(module, KeyProjection):
+            found["memory"] |= set(module.recall.parameters())
+    return found
+
+
+def part_of(model: RecurrentLM) -> dict[str, str]:
+    """The part that each parameter is of, by name; of memory and block: the memory."""
+    found = parts(model)
+    memory = found["memory"]
+    return {name: "memory" if p in memory else name.split(".")[0] for name, p in model.named_parameters()}
+
+
 def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:
     """ValueError where ``trainable`` names what the model does not have, or nothing that could learn."""
     with torch.device("meta"):
         model = RecurrentLM(config)
-    n_params = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+    n_params = {name: sum(p.numel() for p in found) for name, found in parts(model).items()}
     for name in trainable:
         if name not in n_params:
             raise ValueError(f"trainable: this model has no part {name!r}{did_you_mean(name, n_params)}")
@@ -47,8 +69,10 @@ def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:
 
 def mark(model: RecurrentLM, trainable: Sequence[str] | None) -> None:
     """Set which parameters ask for gradients: those of the named parts; all where None."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable is None or name.split(".")[0] in trainable)
+    named = parts(model)
+    learn = set(model.parameters()) if trainable is None else set().union(*(named[name] for name in trainable))
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in learn)
 
 
 def freeze(model: RecurrentLM, trainable: Sequence[str] | None) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,10 +20,14 @@ from ranks import environment, logged, recipe, torchrun, write_lines
 from typer.testing import CliRunner
 
 from alcoda import api, cli, launch
+from alcoda.data.prepare import prepare
 from alcoda.errors import RunError, UsageError
+from alcoda.files import disk
 from alcoda.training import checkpoint
+from alcoda.training.loop import Trainer
 from alcoda.training.processes import Processes, joined
 from alcoda.training.recipe import load_recipe
+from alcoda.training.run import RunFolder
 
 LONG = 100_000
 
@@ -213,6 +218,49 @@ def test_the_others_are_told_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.
         checkpoint.save(tmp_path, 1, cast(Any, torch.nn.Linear(1, 1)), {}, {}, Played(0))
     assert caught.value.is_said is False  # it went through what all of them gather
     assert not list(tmp_path.iterdir())
+
+
+def test_the_others_are_told_of_a_disk_that_is_full_while_the_first_logs(tmp_path: Path) -> None:
+    class Full:
+        def log(self, record: dict[str, Any]) -> None:
+            with disk(tmp_path):
+                raise OSError(28, "No space left on device")
+
+    trainer = SimpleNamespace(processes=Played(0))
+    with pytest.raises(RunError, match="the disk is full") as caught:
+        Trainer._log(cast(Any, trainer), cast(Any, Full()), {"train_step": 1})
+    assert caught.value.is_said is False
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_while_the_first_logs_is_said_once(tmp_path: Path, started: Any) -> None:
+    plugin = tmp_path / "full.py"
+    plugin.write_text(
+        "from alcoda.training.track import JsonLines\n\n"
+        "def log(self, record):\n    raise OSError(28, 'No space left on device')\n\n"
+        "JsonLines.log = log\n"
+    )
+    processes = pair(started, write_recipe(tmp_path), tmp_path / "run", "--plugin", str(plugin))
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert said[0].count("error: ") == 1 and "error: the disk is full" in said[0] and said[1] == "", said
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_noise_is_drawn_anew_only_where_some_is_drawn(
+    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 2}
+    made = load_recipe(write_recipe(tmp_path, train=train)).resolved()
+    api.train(made, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    for train_step, n_told in ((2, 1), (4, 0)):
+        trainer = Trainer(made, run, prepare(made.data), torch.device("cpu"), torch.float32)
+        trainer.processes = Played(rank)
+        capsys.readouterr()
+        trainer.restore(run.checkpoints / f"step_{train_step:08d}")
+        assert capsys.readouterr().err.count("the noise from here on is drawn anew") == n_told
 
 
 @pytest.mark.parametrize(

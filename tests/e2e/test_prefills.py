@@ -242,9 +242,10 @@ def test_refusals(run: Path, trained_once: Path, run_cli: Cli) -> None:
     with untouched(run), untouched(trained_once):
         for command in (("eval",), ("generate", "--prompt", "one")):
             run_cli.refused(*command, run, "--prefill", "itreated", says=("did you mean 'iterated'?", "interleaved"))
-            run_cli.refused(*command, run, "--prefill", "", says=("prefill ''", "Allowed: exact, interleaved"))
+            run_cli.refused(*command, run, "--prefill", "", says=("prefill ''", "exact, interleaved"))
             for name in ("zero", "iterated"):
                 run_cli.refused(*command, trained_once, "--prefill", name, says=(f"'{name}'", "has no memory"))
+        run_cli.refused("eval", run, "--prefill", "itreated", says=("Allowed: all, exact",))
         run_cli.refused("eval", trained_once, "--prefill", "all", says=("has no memory",))
         run_cli.refused("eval", trained_once, "--prefill", "interleaved", says=("has no memory",))
         run_cli.refused("eval", trained_once, "--chunk", 4, says=("chunk of 4 tokens", "has no memory"))

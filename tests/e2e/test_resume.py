@@ -167,6 +167,18 @@ def test_a_signal_to_a_process(number: signal.Signals, tmp_path: Path, corpus: P
     assert "stopping after this step" in err and "--resume" in err and "Traceback" not in err
 
 
+def test_nobody_reads_what_is_said(tmp_path: Path, corpus: Path) -> None:
+    """Whoever reads our output ends (a pager, tee): the run, which is in files, goes on."""
+    file, run = write_recipe(tmp_path / "short.yaml", corpus), tmp_path / "run"
+    with spawn("train", file, "--out", run) as process:
+        assert process.stderr is not None and process.stdout is not None
+        process.stderr.close()  # before the first note, on how little text there is to validate on
+        out = process.stdout.read()
+    assert process.returncode == 0 and json.loads(out)["status"] == "finished"
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert checkpoint.listed(run / "checkpoints")[-1].name == "step_00000008"
+
+
 def test_a_second_signal_acts_at_once(
     tmp_path: Path, tiny: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

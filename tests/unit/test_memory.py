@@ -18,7 +18,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.memory import PrevToken
-from alcoda.model.prefill import ExactPrefill, InterleavedPrefill, IteratedPrefill, Reader, prefills
+from alcoda.model.prefill import ExactPrefill, InterleavedPrefill, IteratedPrefill, Reader, Reading, prefills, read_rows
 from alcoda.model.shape import Shape
 from alcoda.training import checkpoint
 from alcoda.training.loop import train
@@ -218,6 +218,14 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["model.memory.lag=2", "model.memory.mean_of=15"],
         r"lag=2 with mean_of=15 reaches back 16 tokens",
     ),
+    "projections of none": (
+        ["model.memory.kv=false", "model.memory.share=per_layer"],
+        r"memory\.share='per_layer' is of the projections .*memory\.kv=false has none: leave it out, or set kv to true",
+    ),
+    "gates of none": (
+        ["model.memory.kv=false", "model.memory.gates=false"],
+        r"memory\.gates=false is of the projections .*, or set kv to true",
+    ),
     "compile": (
         ["train.compile=true"],
         r"train\.compile with passes 'interleaved': .*; set train\.compile to false",
@@ -308,6 +316,22 @@ def test_more_strides_than_tokens_are_exact_and_no_more_work(recipe: Path, padde
     exact, most, two = read.values()
     assert torch.allclose(most, exact, rtol=0, atol=1e-12)
     assert not torch.allclose(two, exact, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_what_fills_a_row_up_is_not_waited_for(recipe: Path) -> None:
+    """A row that is cut is read as it is alone, whatever stands behind its text."""
+    model = RecurrentLM(load_recipe(recipe).model).init(0).double().eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.6)  # so that tokens stop at passes of their own
+    filled_BT = torch.arange(16).view(1, 16) * 7 % 257
+    reading = Reading(IteratedPrefill(tolerance=0.3, max_passes=16))
+    (alone_BTD,) = read_rows(model, filled_BT[:, :6], [2], reading)
+    (filled_BTD,) = read_rows(model, filled_BT, [2], reading, n_text=6)
+    (waited_BTD,) = read_rows(model, filled_BT, [2], reading)
+    assert torch.allclose(filled_BTD[:, :6], alone_BTD, rtol=0, atol=1e-12)
+    assert not torch.allclose(waited_BTD[:, :6], alone_BTD, rtol=0, atol=1e-3)  # the control
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------

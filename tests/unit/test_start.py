@@ -16,10 +16,12 @@ from alcoda.config import validate
 from alcoda.data.prepare import prepare
 from alcoda.depth.sample import LoopPlan
 from alcoda.errors import RunError, UsageError
+from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint
 from alcoda.training.loop import Trainer, train
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.run import RunFolder
+from alcoda.training.trainable import mark
 
 MODEL = {"vocab_size": 257, "seq_len": 8, "d_model": 8, "n_heads": 2, "n_core": 1, "n_loops": 2, "inject": "concat"}
 
@@ -292,6 +294,42 @@ def test_names_that_cannot_be(named: list[str], says: str, text: Path) -> None:
         recipe(text, trainable=named)
     with pytest.raises(UsageError, match=r"trainable"):
         recipe(text, trainable="update")
+
+
+SHARED, EACH = {"kind": "prev_token"}, {"kind": "prev_token", "share": "per_layer", "beta": 0.1}
+RESIDUAL, WITHOUT_GATES = {"kind": "prev_token", "kv": False}, {"kind": "prev_token", "gates": False}
+
+
+@pytest.mark.parametrize("keys", ["per_loop", "anchor"])
+@pytest.mark.parametrize("memory", [SHARED, EACH, RESIDUAL, WITHOUT_GATES, {"kind": "gated"}], ids=str)
+def test_a_memory_is_one_part_wherever_it_lies(memory: Any, keys: str, text: Path) -> None:
+    with_memory = recipe(text, model={"memory": memory, "keys": keys}, trainable=["memory"])
+    with torch.device("meta"):
+        model, bare = (RecurrentLM(made.model) for made in (with_memory, recipe(text, model={"keys": keys})))
+    theirs = {name for name, _ in model.named_parameters()} - {name for name, _ in bare.named_parameters()}
+    mark(model, ["memory"])
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == theirs
+    assert any(name.startswith(("core.", "keys.")) for name in theirs)
+    mark(model, ["core"])  # the core's share is the core's too
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if name.startswith("core.")
+    }
+
+
+def test_a_memory_learns_beside_a_frozen_model(no_gate: Path, text: Path, tmp_path: Path) -> None:
+    """A memory starts fresh in every block of another run's model; where it does not learn, it is what is missing."""
+    model = {"memory": EACH}
+    train(recipe(text, model=model, init_from=str(no_gate), trainable=["memory"]), tmp_path / "run")
+    assert record(tmp_path / "run")["init_from"]["fresh"] == ["memory"]
+    before, after = weights(no_gate), weights(tmp_path / "run")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(after["core.stack.layers.0.memory.alpha"], torch.ones(1))
+    train(recipe(text, init_from=str(tmp_path / "run")), tmp_path / "back")
+    assert record(tmp_path / "back")["init_from"]["left"] == ["memory"]
+    with pytest.raises(UsageError, match=r"has no memory, and trainable leaves it frozen"):
+        train(recipe(text, model=model, init_from=str(no_gate), trainable=["inject"]), tmp_path / "other")
+    with pytest.raises(UsageError, match=r"trainable=\['memory'\] leaves nothing to train"):
+        recipe(text, trainable=["memory"])
 
 
 def test_an_untied_head_is_a_part(text: Path) -> None:
