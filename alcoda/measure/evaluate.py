@@ -127,7 +127,9 @@ def evaluate(
     n_rows = rows_at_a_time(batch_size, is_exact=reading is not None and reading.prefill.is_exact)
     text = Text.open(run, data, max_tokens)
     sums = {}
-    with progress.bar(f"scoring {data} at {', '.join(map(str, depths))} loops", text.n_tokens) as advance:
+    with progress.bar(
+        f"scoring {data} at {', '.join(map(str, depths))} loop{'s' if depths != [1] else ''}", text.n_tokens
+    ) as advance:
         for name, stream in text.streams.items():
             sums[name] = text.sums(stream, len(depths), run.recipe.model.seq_len)
             for part in score(
