@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alcoda.depth.exiting import Exits, pick_coda_keys, run_exits
 from alcoda.depth.record import CodaKeys, Trace
-from alcoda.depth.rules import ExitRule
+from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest
 from alcoda.errors import UsageError
@@ -82,12 +82,7 @@ def replay(
     Raises:
         UsageError: the rule cannot be used on this model (`ExitRule.check`), or not with these coda keys.
     """
-    if isinstance(rule, ExitRule):
-        test = rule.build(model, model.config.n_loops if n_loops is None else n_loops)
-    elif n_loops not in (None, rule.n_loops):
-        raise UsageError(f"n_loops={n_loops}: the exit rule was built for {rule.n_loops} loops")
-    else:
-        test = rule
+    test = at_work(rule, model, n_loops)
     if readout_only and recompute_keys:
         raise UsageError("readout_only with recompute_keys: where no token leaves there are no keys to recompute")
     exits = Exits(test, pick_coda_keys(test, coda_keys), recompute_keys, readout_only, scores)

@@ -7,11 +7,12 @@ threshold**, so that 0 is never for a score that is 0 or more, as all of these a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from alcoda.config import Choice, Int, NonNegativeFloat, PositiveInt
+from alcoda.config import Choice, Int, NonNegativeFloat, PositiveInt, validate
 from alcoda.depth.record import ProbeWeights, Trace
 from alcoda.depth.watch import (
     ArgmaxTest,
@@ -25,7 +26,7 @@ from alcoda.depth.watch import (
     StateTest,
     TraceTest,
 )
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import readout_flops
 from alcoda.model.lm import RecurrentLM
@@ -249,3 +250,38 @@ class Probe(Scored):
 def rules() -> dict[str, type[ExitRule]]:
     """Every registered rule by its name."""
     return {kind: rule for kind, rule in ExitRule.choices.items() if issubclass(rule, ExitRule)}
+
+
+def at_work(rule: ExitRule | ExitTest, model: RecurrentLM, n_loops: int | None = None) -> ExitTest:
+    """A rule at work on a model that runs ``n_loops`` loops, its own where None."""
+    if isinstance(rule, ExitRule):
+        return rule.build(model, model.config.n_loops if n_loops is None else n_loops)
+    if rule.model is not model or n_loops not in (None, rule.n_loops):
+        raise UsageError(f"loops={n_loops}: the exit rule was built for another model, or for {rule.n_loops} loops")
+    return rule
+
+
+def read_rule(text: str, threshold: float | Sequence[float] | None = None) -> ExitRule:
+    """``KIND``, or ``KIND:VALUE`` where the value is a threshold (loops, a file: `ExitRule.short`).
+
+    Raises:
+        UsageError: no such rule, or a value that it does not take.
+    """
+    kind, colon, value = text.partition(":")
+    if kind not in rules():
+        raise UsageError(f"unknown exit {kind!r}{did_you_mean(kind, rules())}")
+    fields: dict[str, Any] = {"kind": kind}
+    if colon:
+        fields[rules()[kind].short] = _number(value)
+    if threshold is not None:
+        fields["threshold"] = threshold if isinstance(threshold, float | int) else tuple(threshold)
+    return validate(rules()[kind], fields, f"exit {text!r}")
+
+
+def _number(text: str) -> int | float | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

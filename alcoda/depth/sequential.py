@@ -38,6 +38,14 @@ class ExitReader(Reader):
         self.depths: list[Tensor] = []
         self.scores: list[Tensor] = []
 
+    def check_prefill(self, prefill: Prefill | None) -> None:
+        """UsageError where a text with exits cannot be read so."""
+        if prefill is not None and not prefill.is_exact and self.model.config.memory.carries:
+            raise UsageError(
+                f"prefill {prefill.kind!r} with an exit rule: a memory is of where a token left the loop, which only "
+                "reading token by token finds; leave prefill out, or set it to exact"
+            )
+
     def read(
         self,
         ids_BT: Tensor,
@@ -46,11 +54,7 @@ class ExitReader(Reader):
         live_BT: Tensor | None = None,
     ) -> Tensor:
         """As `Reader.read`; a memory is always read exactly."""
-        if prefill is not None and not prefill.is_exact and self.model.config.memory.carries:
-            raise UsageError(
-                f"prefill {prefill.kind!r} with an exit rule: a memory is of where a token left the loop, which only "
-                "reading token by token finds; leave prefill out, or set it to exact"
-            )
+        self.check_prefill(prefill)
         return super().read(ids_BT, None, pos_BT, live_BT)
 
     def run(
