@@ -89,9 +89,7 @@ def measured(config: ModelConfig, rows: int, dtype: torch.dtype, repeats: int) -
 
     tests = {"never": StateChange(threshold=0.0).build(model, LOOPS), "half": half}
     tests |= {"kl": Kl(threshold=0.0).build(model, LOOPS)}
-    found = {
-        name: compared(name, {"exits": with_exits(test), "plain": plain}, repeats) for name, test in tests.items()
-    }
+    found = {name: compared(name, {"exits": with_exits(test), "plain": plain}, repeats) for name, test in tests.items()}
     found["half"]["mean_loops"] = left.double().mean().item()
     whole = ledger(config, LOOPS).forward_flops_per_token
     found["kl"]["flops"] = 1 + (LOOPS - 1) * Kl().flops(config) / whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from alcoda.files import disk
 CodaKeys = Literal["at_exit", "per_loop"]
 """Coda keys are written once, at the exit; or after every loop, those of a token's last loop standing for all deeper
 ones, as a rule that looks at logits must."""
+
+Label = Literal["argmax_changes", "loss_falls"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Trace:
             RunError: a damaged file.
         """
         tensors, said = _load(Path(path), "a trace of depths", ("depths",), ("n_loops", "coda_keys"))
-        depths_BT = tensors["depths"]
-        if depths_BT.dim() != 2 or depths_BT.is_floating_point() or said["coda_keys"] not in get_args(CodaKeys):
-            raise UsageError(
-                f"{path} is no trace of depths: whole numbers [rows, tokens] and known coda keys are needed"
-            )
-        return cls(depths_BT.long(), int(said["n_loops"]), said["coda_keys"])  # pyrefly: ignore
+        depths_BT, n_loops = tensors["depths"], said["n_loops"]
+        is_trace = depths_BT.dim() == 2 and depths_BT.dtype == torch.long and n_loops.isdecimal()
+        if not is_trace or said["coda_keys"] not in get_args(CodaKeys):
+            raise UsageError(f"{path} is no trace of depths: whole numbers [rows, tokens], n_loops, known coda_keys")
+        if depths_BT.numel() and not 0 <= int(depths_BT.min()) <= int(depths_BT.max()) <= int(n_loops):
+            raise UsageError(f"{path} is no trace of depths: they must be 0 to its n_loops={n_loops}")
+        return cls(depths_BT, int(n_loops), said["coda_keys"])  # pyrefly: ignore
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class ProbeWeights:
 
     weight_D: Tensor
     bias_R: Tensor
-    label: Literal["argmax_changes", "loss_falls"]
+    label: Label
     model: str
     delta: float = 0.0
 
@@ -83,8 +87,15 @@ class ProbeWeights:
     def load(cls, path: str | Path) -> ProbeWeights:
         """What `save` wrote; errors as `Trace.load`."""
         tensors, said = _load(Path(path), "a probe", ("weight", "bias"), ("label", "model", "delta"))
-        found = tensors["weight"], tensors["bias"], said["label"], said["model"], float(said["delta"])
-        return cls(*found)  # pyrefly: ignore
+        try:
+            delta = float(said["delta"])
+        except ValueError:
+            delta = float("nan")
+        if not math.isfinite(delta) or said["label"] not in get_args(Label):
+            raise UsageError(
+                f"{path} is no probe: a label ({', '.join(get_args(Label))}) and a number delta are needed"
+            )
+        return cls(tensors["weight"], tensors["bias"], said["label"], said["model"], delta)  # pyrefly: ignore
 
 
 def fingerprint(model: nn.Module) -> str:
