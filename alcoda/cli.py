@@ -171,6 +171,15 @@ def generate(
             metavar="NAME",
         ),
     ] = None,
+    leave: Annotated[
+        str | None,
+        typer.Option(
+            "--exit",
+            help="When a token leaves the loop before --loops: RULE:THRESHOLD, for example state:0.01 or kl:1e-3; "
+            "fixed:LOOPS, argmax_stable:LOOPS, trace:FILE. See docs/design/axes/exit.md.",
+            metavar="RULE",
+        ),
+    ] = None,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,
@@ -179,14 +188,16 @@ def generate(
     from alcoda import api
 
     lm = api.load(run, checkpoint)
-    pieces = lm.stream(
-        prompt, loops=loops, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, prefill=prefill
-    )
+    depths: list[Any] = []
+    draw: Any = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, prefill=prefill, exit=leave, depths=depths, **draw)
     if as_json:
         text = "".join(pieces)
-        print_json(
-            {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
-        )
+        found = {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
+        if leave is not None:
+            ran = [n for depths_BT in depths for n in depths_BT[0].tolist()]
+            found |= {"exit": leave, "mean_loops": sum(ran) / len(ran)}
+        print_json(found)
         return
     sys.stdout.write(prompt)
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""How many loops a training step runs."""
+"""How many loops run: drawn in training, and where tokens leave early."""

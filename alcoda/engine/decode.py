@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from alcoda.depth.exiting import Exits, pick_coda_keys
+from alcoda.depth.rules import ExitRule, at_work
+from alcoda.depth.sequential import ExitReader
+from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import Prefill, Reader
@@ -39,12 +43,14 @@ def decode(
     n_vocab: int | None = None,
     dtype: torch.dtype = torch.float32,
     prefill: Prefill | None = None,
+    rule: ExitRule | ExitTest | None = None,
+    depths: list[Tensor] | None = None,
 ) -> Iterator[int]:
     """Yields token ids after ``prompt`` until ``stop`` (not yielded), ``max_tokens`` or the end of the context.
 
     Args:
         prompt: at least one id.
-        loops: loops of the core, the same for every token.
+        loops: loops of the core for every token; with ``rule``, at most.
         max_tokens: how many at most.
         temperature: 0 takes the likeliest token.
         top_k: draw among so many likeliest only.
@@ -53,6 +59,8 @@ def decode(
         n_vocab: ids below it exist; an embedding padded beyond the tokenizer is never drawn from there.
         dtype: of the passes.
         prefill: how the prompt is read where the model has a memory; None: token by token, as all after it is.
+        rule: when a token leaves the loop early; None: none does.
+        depths: with a rule, what it makes tokens run is appended, pass by pass, [1, T]: the prompt's first.
     """
     model.config.check_loops(loops)
     model.config.check_decodes()
@@ -65,21 +73,27 @@ def decode(
         return None if token == stop else token
 
     # The arguments are checked when this is called, not when the first token is asked for.
-    return _decode(model, prompt, loops, room, pick, dtype, prefill)
+    capacity = len(prompt) + room
+    if rule is None:
+        return _decode(Reader(model, loops, capacity), prompt, room, pick, dtype, prefill)
+    test = at_work(rule, model, loops)
+    reader = ExitReader(model, Exits(test, pick_coda_keys(test, None)), capacity)
+    reader.check_prefill(prefill)
+    reader.depths = reader.depths if depths is None else depths
+    return _decode(reader, prompt, room, pick, dtype, prefill)
 
 
 @torch.no_grad()
 def _decode(
-    model: RecurrentLM,
+    reader: Reader,
     prompt: Sequence[int],
-    loops: int,
     room: int,
     pick: Callable[[Tensor], int | None],
     dtype: torch.dtype,
     prefill: Prefill | None,
 ) -> Iterator[int]:
+    model = reader.model
     device = model.embed.weight.device
-    reader = Reader(model, loops, len(prompt) + room)
     ids_BT = torch.tensor([list(prompt)], device=device)
     for _ in range(room):
         with autocast(device, dtype):

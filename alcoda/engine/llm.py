@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alcoda.depth.rules import ExitRule, read_rule
+from alcoda.depth.watch import ExitTest
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
 from alcoda.model.prefill import Prefill, Reading, read_rows
@@ -90,23 +92,34 @@ class LM:
         top_k: int | None = None,
         seed: int = 0,
         prefill: Prefill | str | None = None,
+        exit: ExitRule | ExitTest | str | None = None,
+        threshold: float | Sequence[float] | None = None,
+        depths: list[Tensor] | None = None,
     ) -> Iterator[str]:
         """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters.
 
         Args:
             prompt: text; an empty one begins a document.
-            loops: loops of the core for every token; the model's ``n_loops`` where None.
+            loops: loops of the core for every token (with ``exit``, at most); the model's ``n_loops`` where None.
             max_tokens: how many tokens at most; the context's end comes first where it is nearer.
             temperature: 0 takes the likeliest token each time.
             top_k: draw among so many likeliest tokens only.
             seed: of the draws; the same seed gives the same text.
             prefill: how a model with a memory reads the prompt: interleaved (as in training; where None), exact,
-                iterated, zero, or a `Prefill`. What follows is read token by token.
+                iterated, zero, or a `Prefill`. What follows is read token by token. With ``exit``, all of it exactly.
+            exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md).
+            threshold: of a rule that is named; one for each loop, or one for all.
+            depths: as `alcoda.engine.decode.decode`.
 
         Raises:
             UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
         """
         loops = self._loops(loops)
+        if threshold is not None and not isinstance(exit, str):
+            raise UsageError(
+                f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
+            )
+        rule = read_rule(exit, threshold) if isinstance(exit, str) else exit
         # Training documents begin with end-of-text: it is what the first token is predicted from.
         ids = [self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist()]
         tokens = decode(
@@ -120,7 +133,9 @@ class LM:
             stop=self.tokenizer.eot,
             n_vocab=self.tokenizer.vocab_size,
             dtype=self.loaded.dtype,
-            prefill=self.loaded.prefill(prefill, "interleaved"),
+            prefill=self.loaded.prefill(prefill, "interleaved" if rule is None else "exact"),
+            rule=rule,
+            depths=depths,
         )
         return self._text(tokens)
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from alcoda.laws.law import close, each, require
 from alcoda.laws.subject import Subject, at_most, needs_loops, tokens
 from alcoda.model.config import ModelConfig
-from alcoda.model.keys import open_context
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.state import Readout, State
+from alcoda.model.state import Readout
 
 B, T, R = 2, 12, 3
 
@@ -120,23 +119,15 @@ def detached(model: RecurrentLM, n_loops: int, n_free: int) -> tuple[Tensor, Gra
     """The loop, with what each of ``n_free`` loops makes detached by hand. Nothing else is: the anchor stays."""
     config, ids_BT = model.config, tokens(B, T)
     torch.manual_seed(3)
-    windows = config.block.windows()
-    context = open_context(ids_BT, n_loops, model.position, windows, None, None, None, torch.float64)
-    x_BTD = model.position.embed(model.embedding(model.embed(ids_BT)), context.pos)
-    context = model.memory.enter(context, x_BTD, None)
-    e_BTD, _ = model.prelude(x_BTD, context)
-    inner = model.keys(e_BTD, context)
-    h_BTD = model.state_init(e_BTD, context.pos)
-    state = State(h_BTD, model.carry.start(e_BTD), *model.route.start(e_BTD))
+    begun, state = model.begin(ids_BT, n_loops)
     for loop in range(n_loops):
-        state = model._loop(state, e_BTD, loop, inner)
+        state = model.loop(begun, state, loop)
         if loop < n_free:
             # A route puts everything back, and so makes it anew; else what is kept of earlier states is handed on as it
             # is, the anchor too.
             all_new = config.route.gathers
             state = state.map(Tensor.detach) if all_new else state._replace(h_BTD=state.h_BTD.detach())
-    y_BTD, _ = model.coda(model.readout_map(model.loop_norm.before_coda(state.h_BTD)), context)
-    return loss_and_grads(model, Readout(model.final_norm(y_BTD), state), ids_BT)
+    return loss_and_grads(model, model.read_out(begun, state, n_loops - 1), ids_BT)
 
 
 def differ(a: Grads, b: Grads) -> float:

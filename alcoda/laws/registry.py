@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from alcoda.laws import attend, causal, decode, gradients, ledger, memory, noise, precision, refinement, resume, sharing
+from alcoda.laws import (
+    attend,
+    causal,
+    decode,
+    exits,
+    gradients,
+    ledger,
+    memory,
+    noise,
+    precision,
+    refinement,
+    resume,
+    sharing,
+)
 from alcoda.laws.law import Law
 from alcoda.laws.subject import declares_leak, has_no_own_depth, leaks_at_eval, needs_loops
 
@@ -37,6 +50,12 @@ LAWS: tuple[Law, ...] = (
     ),
     Law("readouts", 2, "depths read from one run are runs of their own", decode.readouts, needs_loops),
     Law("deterministic", 2, "evaluation is not random, training is of its seed", noise.deterministic),
+    Law("never_exits", 3, "no exits are the fixed depth, to the bit", exits.never, exits.refuses_exits),
+    Law("trace", 3, "recorded exits, replayed, are the run, to the bit", exits.trace, exits.refuses_exits),
+    Law("replay", 3, "a pass with exits is reading token by token", exits.replayed, exits.refuses_exits),
+    Law("exits_are_causal", 3, "a token moves no exit before it", exits.causal, exits.refuses_exits),
+    Law("exits_in_batches", 3, "padded rows with exits are the rows alone", exits.batches, exits.refuses_exits),
+    Law("frozen_keys", 3, "of frozen keys, copies are what is made anew", exits.frozen_keys, exits.projects_keys),
     Law(
         "refinement",
         4,

@@ -155,6 +155,12 @@ def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth
     return Ledger(loops, model.seq_len, mean_loops, mean_grad_loops, tuple(terms))
 
 
+def readout_flops(model: ModelConfig) -> int:
+    """FLOPs a token of one read-out: all between the loop and the logits, over a context of ``seq_len`` keys."""
+    parts = _parts(model, model.shape)
+    return sum(part.cost.flops * part.runs_forward for part in parts if part.per == "readout")
+
+
 def _whole(flops: float) -> int | float:
     return int(flops) if flops == int(flops) else flops
 

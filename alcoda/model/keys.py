@@ -332,17 +332,20 @@ def open_context(
     n_loops: int,
     position: PositionModule,
     windows: tuple[int, ...],
-    pos_BT: Tensor | None,
-    live_BT: Tensor | None,
-    store: Store | None,
     dtype: torch.dtype,
+    pos_BT: Tensor | None = None,
+    live_BT: Tensor | None = None,
+    store: Store | None = None,
 ) -> Context:
-    """The context of one pass over ``ids_BT``; arguments as `RecurrentLM.forward`.
+    """The context of one pass of ``n_loops`` loops over ``ids_BT``.
 
     Args:
         position: what rotates queries and keys, and how many positions it holds.
         windows: the windows that some layer looks through.
         dtype: of activations outside autocast.
+        pos_BT: positions of the tokens; None: they follow what ``store`` holds.
+        live_BT: False for padding, which no query sees; None: all live.
+        store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
     """
     n_tokens, device = ids_BT.size(1), ids_BT.device
     if store is not None:

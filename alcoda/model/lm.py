@@ -10,6 +10,7 @@ tokens -> embed -> prelude -> e            (the anchor, fixed from here on)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from alcoda.model.blocks import Stack
 from alcoda.model.config import ModelConfig
 from alcoda.model.init import init_weights
-from alcoda.model.keys import Context, Store, open_context
-from alcoda.model.state import Readout, State, in_rows
+from alcoda.model.keys import Context, open_context
+from alcoda.model.state import Begun, Readout, State, in_rows
 
 
 class RecurrentLM(nn.Module):
@@ -84,53 +85,54 @@ class RecurrentLM(nn.Module):
         self,
         ids_BT: Tensor,
         loops: Sequence[int],
-        *,
         n_free: int = 0,
         recompute: bool = False,
         rows: Sequence[int] | None = None,
-        pos_BT: Tensor | None = None,
-        live_BT: Tensor | None = None,
-        store: Store | None = None,
-        memory_BTD: Tensor | None = None,
+        **given: Any,
     ) -> Iterator[Readout]:
         """The model at each of the increasing depths ``loops``, from one run to the last.
 
         Args:
-            ids_BT: token ids.
             loops: depths that are read out; with a store that decodes, one.
             n_free: how many loops, from the first, run without gradients (truncated backpropagation in depth).
             recompute: keep one state a loop instead of every activation, and run each loop again in the backward pass.
             rows: loops of each row, at most ``loops[-1]``; a row with fewer begins later, so that all end together.
-            pos_BT: positions of the tokens; None: they follow what ``store`` holds.
-            live_BT: False for padding, which no query sees; None: all live.
-            store: keys of earlier tokens, to which this pass adds its own; None keeps nothing.
-            memory_BTD: what each token is told of earlier ones (`MemoryModule.recall`); None: zero.
+            ids_BT, given: as `begin`.
         """
-        self.config.check_readouts(loops, store is not None and store.decodes, rows, ids_BT.size(0))
-        n_loops = loops[-1]
-        context = open_context(
-            ids_BT, n_loops, self.position, self.config.block.windows(), pos_BT, live_BT, store, self.embed.weight.dtype
-        )
+        self.config.check_readouts(loops, getattr(given.get("store"), "decodes", False), rows, ids_BT.size(0))
+        begun, state = self.begin(ids_BT, loops[-1], **given)
+        for loop in range(begun.n_loops):
+            state = self.loop(begun, state, loop, loop < n_free, recompute, rows)
+            if loop + 1 in loops:
+                yield self.read_out(begun, state, loop)
+
+    def begin(self, ids_BT: Tensor, n_loops: int, memory_BTD: Tensor | None = None, **at: Any) -> tuple[Begun, State]:
+        """All before the first loop of a pass over the tokens ``ids_BT``. ``memory_BTD``: what each is told of earlier
+        ones (`MemoryModule.recall`; None: zero), ``at`` positions, padding and where keys go (`open_context`)."""
+        windows, dtype = self.config.block.windows(), self.embed.weight.dtype
+        context = open_context(ids_BT, n_loops, self.position, windows, dtype, **at)
         x_BTD = self.position.embed(self.embedding(self.embed(ids_BT)), context.pos)
         context = self.memory.enter(context, x_BTD, memory_BTD)
         e_BTD, early_BTD = self.prelude(x_BTD, context)
-        inner = self.keys(e_BTD, context)
-        h_BTD = self.state_init(e_BTD, context.pos)
-        state = State(h_BTD, self.carry.start(e_BTD), *self.route.start(e_BTD))
-        for loop in range(n_loops):
-            run = self._recomputed if recompute and torch.is_grad_enabled() else self._loop
-            run = torch.no_grad()(self._loop) if loop < n_free else run
-            here = inner.at_loop(self.config.keys.slot_loop(loop))
-            state = in_rows(run, state, e_BTD, loop, here, rows, n_loops)
-            if loop + 1 in loops:
-                y_BTD = self.readout_map(self.loop_norm.before_coda(state.h_BTD))
-                y_BTD, late_BTD = self.coda(y_BTD, context.at_loop(loop))
-                y_BTD = self.final_norm(y_BTD)
-                source_BTD = self.memory.source(early_BTD, state.h_BTD, late_BTD, y_BTD)
-                yield Readout(self.core.touch(y_BTD, n_loops) if loop + 1 == n_loops else y_BTD, state, source_BTD)
+        begun = Begun(n_loops, e_BTD, early_BTD, context, self.keys(e_BTD, context))
+        return begun, State(self.state_init(e_BTD, context.pos), self.carry.start(e_BTD), *self.route.start(e_BTD))
 
-    def _recomputed(self, *args: Any) -> State:
-        return checkpoint(self._loop, *args, use_reentrant=False)
+    def loop(
+        self, begun: Begun, state: State, loop: int, free: bool = False, recompute: bool = False, rows: Any = None
+    ) -> State:
+        """The state after loop ``loop`` (from 0), without gradients where ``free``; the rest as `readouts`."""
+        run = partial(checkpoint, self._loop, use_reentrant=False) if recompute else self._loop
+        run = torch.no_grad()(run) if free else run
+        here = begun.core.at_loop(self.config.keys.slot_loop(loop))
+        return in_rows(run, state, begun.e_BTD, loop, here, rows, begun.n_loops)
+
+    def read_out(self, begun: Begun, state: State, loop: int) -> Readout:
+        """The model at ``state``. ``loop`` (from 0), after which it is, is the slot of the coda's keys too."""
+        y_BTD = self.readout_map(self.loop_norm.before_coda(state.h_BTD))
+        y_BTD, late_BTD = self.coda(y_BTD, begun.context.at_loop(loop))
+        y_BTD = self.final_norm(y_BTD)
+        source_BTD = self.memory.source(begun.early_BTD, state.h_BTD, late_BTD, y_BTD)
+        return Readout(self.core.touch(y_BTD, begun.n_loops) if loop + 1 == begun.n_loops else y_BTD, state, source_BTD)
 
     def _loop(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
         """One loop of all rows. ``loop`` is a tensor [B] where rows are at different ones."""

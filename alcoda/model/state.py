@@ -48,6 +48,24 @@ Run = Callable[[State, Tensor, int | Tensor, Context], State]
 """One loop of the rows it is given: (state, e, loop, context) -> state."""
 
 
+class Begun(NamedTuple):
+    """What every loop and read-out of one pass has in common.
+
+    Attributes:
+        n_loops: loops of the pass.
+        e_BTD: the anchor.
+        early_BTD: the prelude's, where it is the source of a memory.
+        context: of the pass, for the coda.
+        core: the same with the keys that the core reads in place of its own, where it does.
+    """
+
+    n_loops: int
+    e_BTD: Tensor
+    early_BTD: Tensor
+    context: Context
+    core: Context
+
+
 class Readout(NamedTuple):
     """The model at one depth.
 

@@ -11,6 +11,7 @@ import alcoda
 from alcoda import plugins
 from alcoda.cli import app
 from alcoda.config import Choice, validate
+from alcoda.depth.rules import ExitRule
 from alcoda.depth.sample import Depth
 from alcoda.model.blocks import BlockConfig
 from alcoda.model.config import ModelConfig
@@ -35,6 +36,7 @@ def axes() -> dict[str, type[Choice]]:
         "passes": Passes,
         "prefill": Prefill,
         "parallel": Parallel,
+        "exit": ExitRule,
     }
     for config in (ModelConfig, BlockConfig):
         for name, field in config.model_fields.items():
@@ -148,8 +150,8 @@ def test_rows_are_the_recipes() -> None:
 
 def test_every_axis_is_a_column() -> None:
     columns = {axis for row in architectures() for axis in row}
-    of_processes = {"parallel"}  # no part of a design
-    assert columns == {"design", "papers.md", "recipe", "sandwich", *axes()} - of_processes
+    no_part_of_a_design = {"parallel", "exit"}
+    assert columns == {"design", "papers.md", "recipe", "sandwich", *axes()} - no_part_of_a_design
 
 
 def test_every_recipe_of_a_paper_is_in_one_row_of_each_table() -> None:

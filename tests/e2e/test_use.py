@@ -193,6 +193,34 @@ def test_streamed_pieces_are_whole_characters(lm: api.LM, monkeypatch: pytest.Mo
     assert lm.generate("x") == "naïve 漢字 \ufffd"  # cut inside a character
 
 
+def test_tokens_leave_early(run: Path, run_cli: Cli, lm: api.LM) -> None:
+    text = lm.generate("one", max_tokens=12)
+    assert lm.generate("one", max_tokens=12, exit="state") == lm.generate("one", max_tokens=12, exit="kl:0") == text
+    depths: list[torch.Tensor] = []
+    left = lm.generate("one", max_tokens=12, exit="state", threshold=1e9, depths=depths)
+    assert {n for depths_BT in depths for n in depths_BT.flatten().tolist()} == {1}
+    assert left == lm.generate("one", max_tokens=12, exit="fixed:1") == lm.generate("one", max_tokens=12, loops=1)
+    done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 12, "--exit", "state:1e9", "--json")
+    assert done.json["text"] == left and done.json["exit"] == "state:1e9" and done.json["mean_loops"] == 1.0
+    done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 12, "--exit", "argmax_stable")
+    assert done.out == f"one{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("stat", "unknown exit 'stat'; did you mean 'state'?"),
+        ("state:no", "threshold"),
+        ("fixed:99", "exit.loops=99"),
+        ("gate:0.1", "this model has no exit gate"),
+        ("probe", "exit probe without weights"),
+        ("trace:nowhere", "nowhere: no such file"),
+    ],
+)
+def test_exits_that_cannot_be(run: Path, run_cli: Cli, rule: str, says: str) -> None:
+    run_cli.refused("generate", run, "--prompt", "one", "--exit", rule, says=(says,))
+
+
 def test_damaged_weights_do_not_generate(trained: Path) -> None:
     broken = alcoda.load(trained)
     with torch.no_grad():

@@ -258,7 +258,7 @@ def test_costs_of_keys_and_of_a_block_count_what_is_built(attention: dict[str, A
     assert cost.params == sum(p.numel() for p in keys.parameters())
     assert cost.sides == sum(m.in_features + m.out_features for m in keys.modules() if isinstance(m, nn.Linear))
     m_BTD, ids_BT = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.long)
-    context = open_context(ids_BT, 1, Rope().build(SHAPE), (), None, None, None, torch.float32)
+    context = open_context(ids_BT, 1, Rope().build(SHAPE), (), torch.float32)
     shared = tuple(torch.randn(2, 5, block.d_kv(SHAPE)) for _ in range(2))
     k, v = keys(
         torch.randn(2, 5, 32), None, replace(context, recall=Recall(m_BTD, m_BTD, shared) if memory.carries else None)
@@ -289,7 +289,7 @@ def test_frozen_keys_are_read_through_the_window() -> None:
     keys, layer = block.build_keys(SHAPE, place, NoMemory()).double(), Block(block, SHAPE, place, NoMemory()).double()
     e_BTD, ids_BT = torch.randn(1, 8, 32, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.long)
     position = Rope().build(SHAPE)
-    context = open_context(ids_BT, 1, position, block.windows(), None, None, None, torch.float64)
+    context = open_context(ids_BT, 1, position, block.windows(), torch.float64)
 
     def last(e_BTD: torch.Tensor) -> torch.Tensor:
         frozen = keys(e_BTD, context.rotation, context)

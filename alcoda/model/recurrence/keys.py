@@ -41,7 +41,7 @@ class CoreKeys(Choice, axis="keys"):
         """Slots that each core layer fills when ``n_loops`` loops run: the cache grows by this many keys a token."""
         raise NotImplementedError
 
-    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
+    def slot_loop(self, loop: int) -> int:
         """The loop whose slot loop ``loop`` (0-based) reads and writes."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class PerLoop(CoreKeys):
     def n_slots(self, n_loops: int) -> int:
         return n_loops
 
-    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
+    def slot_loop(self, loop: int) -> int:
         return loop
 
 
@@ -91,7 +91,7 @@ class AnchorKeys(CoreKeys):
     def n_slots(self, n_loops: int) -> int:
         return 1
 
-    def slot_loop(self, loop: int | Tensor) -> int | Tensor:
+    def slot_loop(self, loop: int) -> int:
         return 0
 
 

@@ -1,0 +1,213 @@
+"""Exit rules at work (`alcoda.depth.rules` are their configs). They see rows, of any sequence at any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alcoda.depth.record import CodaKeys, ProbeWeights, Trace, fingerprint
+from alcoda.errors import UsageError
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.precision import at_least_fp32
+
+Kept = tuple[Tensor, ...]
+"""What a test keeps from loop to loop, a row each."""
+
+PROBE_EPS = 1e-6
+
+
+class Seen(NamedTuple):
+    """What a test is told of N rows that have run a loop.
+
+    Attributes:
+        loop: loops that they have run; [N] where rows are at different ones.
+        before_ND, h_ND: the state before the loop, and after it.
+        logits: gives ``[N, V]`` of the state after it, for rules that need them.
+    """
+
+    loop: int | Tensor
+    before_ND: Tensor
+    h_ND: Tensor
+    logits: Callable[[], Tensor]
+
+
+class Where(NamedTuple):
+    """Which tokens rows are: sequence and place in it, [N] each."""
+
+    row_N: Tensor
+    token_N: Tensor
+
+
+class Bounds(NamedTuple):
+    """Between which loops a rule decides, how many loops later it acts, and its threshold at each loop."""
+
+    min_loops: int
+    max_loops: int
+    horizon: int
+    thresholds: tuple[float, ...]
+
+
+class ExitTest:
+    """A rule at work: what it keeps of each row, and which rows leave.
+
+    Attributes:
+        needs_logits: whether it asks for them at every loop.
+        coda_keys: the only ones with which it makes sense; None: any.
+    """
+
+    needs_logits: bool = False
+    coda_keys: CodaKeys | None = None
+
+    def __init__(self, model: RecurrentLM, bounds: Bounds) -> None:
+        self.model, self.bounds, self.n_loops = model, bounds, len(bounds.thresholds)
+        self.threshold_R = torch.tensor(bounds.thresholds, dtype=torch.float64, device=model.embed.weight.device)
+
+    def start(self, h_ND: Tensor, where: Where) -> Kept:
+        """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
+        due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)
+        return (due_N, *self.begin(at_least_fp32(h_ND), where))
+
+    def exits(self, seen: Seen, kept: Kept) -> tuple[Tensor, Tensor, Kept]:
+        """Which rows leave after this loop, [N]; their scores, [N]; and what is kept of each."""
+        due_N, *own = kept
+        score_N, own = self.score(seen, tuple(own))
+        bounds, loop = self.bounds, seen.loop
+        # The threshold is rounded as the score is, once: fp32 at least.
+        fires_N = score_N < self.threshold_R.to(score_N.dtype)[loop - 1]
+        if bounds.min_loops > 1:
+            fires_N = fires_N & (torch.as_tensor(loop, device=fires_N.device) + bounds.horizon >= bounds.min_loops)
+        leaves_N = due_N if bounds.horizon else fires_N
+        last = torch.as_tensor(loop, device=fires_N.device) >= bounds.max_loops
+        return leaves_N | last, score_N, (fires_N, *own)
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        """What the score needs of the loop before the first."""
+        return ()
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        """``score_N``, in fp32 or finer, infinite where the rule cannot say yet; and what the next loop's needs."""
+        raise NotImplementedError
+
+
+class FixedTest(ExitTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, loops: int) -> None:
+        super().__init__(model, bounds)
+        self.loops = loops
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        left = torch.as_tensor(self.loops - seen.loop, device=seen.h_ND.device)
+        return left.float().expand(len(seen.h_ND)), kept
+
+
+class TraceTest(ExitTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, trace: Trace) -> None:
+        super().__init__(model, bounds)
+        n_loops, deepest = self.n_loops, int(trace.depths_BT.max()) if trace.depths_BT.numel() else 0
+        if deepest > n_loops:
+            raise UsageError(f"exit trace: it has depths up to {deepest}, and {n_loops} loops run; run {deepest}")
+        self.depths_BT, self.coda_keys = trace.depths_BT.to(model.embed.weight.device), trace.coda_keys
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        n_rows, n_tokens = (int(at.max()) + 1 if len(at) else 0 for at in where)
+        if n_rows > self.depths_BT.size(0) or n_tokens > self.depths_BT.size(1):
+            held = " x ".join(map(str, self.depths_BT.shape))
+            raise UsageError(
+                f"exit trace: it holds {held} depths (rows x tokens), and {n_rows} x {n_tokens} are run; replay the "
+                "text that it was recorded on"
+            )
+        return (self.depths_BT[where],)
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        return (kept[0] - seen.loop).float(), kept
+
+
+class KlTest(ExitTest):
+    needs_logits, coda_keys = True, "per_loop"
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        return (h_ND.new_zeros(1, 1).expand(len(h_ND), self.model.config.vocab_size),)
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        log_p_NV = torch.log_softmax(at_least_fp32(seen.logits()), -1)
+        kl_N = (log_p_NV.exp() * (log_p_NV - kept[0])).sum(-1).clamp(min=0)  # rounding may leave less than nothing
+        return _not_in_first(kl_N, seen.loop), (log_p_NV,)
+
+
+class StateTest(ExitTest):
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        before_ND, h_ND = at_least_fp32(seen.before_ND), at_least_fp32(seen.h_ND)
+        return _relative(h_ND - before_ND, h_ND), kept
+
+
+class SecondOrderTest(ExitTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, hits: int) -> None:
+        super().__init__(model, bounds)
+        self.hits = hits
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        return torch.zeros_like(h_ND), h_ND.new_full((len(h_ND),), float("inf"))
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        before_ND, h_ND = at_least_fp32(seen.before_ND), at_least_fp32(seen.h_ND)
+        change_ND, (last_ND, last_N) = h_ND - before_ND, kept
+        score_N = _not_in_first(_relative(change_ND - last_ND, h_ND), seen.loop)
+        return score_N if self.hits == 1 else torch.maximum(score_N, last_N), (change_ND, score_N)
+
+
+class ArgmaxTest(ExitTest):
+    needs_logits, coda_keys = True, "per_loop"
+
+    def __init__(self, model: RecurrentLM, bounds: Bounds, loops: int | None) -> None:
+        super().__init__(model, bounds)
+        self.loops = loops
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        none_N = torch.full((len(h_ND),), -1, device=h_ND.device)
+        return none_N, none_N
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        argmax_N, (last_N, same_N) = seen.logits().argmax(-1), kept
+        same_N = torch.where(argmax_N == last_N, same_N + 1, 0)
+        return ((self.loops or float("inf")) - same_N).float(), (argmax_N, same_N)
+
+
+class GateTest(ExitTest):
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        return (h_ND.new_zeros(len(h_ND)),)
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        log_stays_N = kept[0] + F.logsigmoid(-self.model.exit_gate(seen.h_ND))
+        return log_stays_N.exp(), (log_stays_N,)
+
+
+class ProbeTest(ExitTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, probe: ProbeWeights) -> None:
+        super().__init__(model, bounds)
+        d_model, n_loops = model.config.d_model, self.n_loops
+        if probe.weight_D.shape != (d_model,) or probe.bias_R.dim() != 1 or len(probe.bias_R) < n_loops:
+            raise UsageError(
+                f"exit probe: weights of shape {tuple(probe.weight_D.shape)} with {probe.bias_R.numel()} biases; this "
+                f"model needs ({d_model},) and a bias for each of {n_loops} loops: fit a probe to it"
+            )
+        if probe.model != fingerprint(model):
+            raise UsageError("exit probe: it was fitted to other weights than this model's: fit one to this checkpoint")
+        self.weight_D, self.bias_R = (x.to(model.embed.weight.device) for x in (probe.weight_D, probe.bias_R))
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        h_ND = at_least_fp32(seen.h_ND)
+        normed_ND = F.rms_norm(h_ND, h_ND.shape[-1:], eps=PROBE_EPS)
+        return torch.sigmoid(normed_ND @ self.weight_D.to(h_ND) + self.bias_R.to(h_ND)[seen.loop - 1]), kept
+
+
+def _relative(change_ND: Tensor, h_ND: Tensor) -> Tensor:
+    """``|change| / |h|``; 0 where nothing has changed."""
+    return change_ND.norm(dim=-1) / h_ND.norm(dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
+
+
+def _not_in_first(score_N: Tensor, loop: int | Tensor) -> Tensor:
+    """Infinite in the first loop, before which there is nothing to compare with."""
+    return score_N.masked_fill(torch.as_tensor(loop, device=score_N.device) == 1, float("inf"))
