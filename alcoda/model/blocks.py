@@ -70,7 +70,6 @@ class BlockConfig(Config):
     def kept_bytes(self, shape: Shape, place: Place, memory: Memory, kept: Kept) -> float:
         """Bytes a token that one pass through a block keeps for its backward pass."""
         entered = memory.residual_kept_bytes(shape, kept)
-        kept = memory.after(kept)
         norms = 2 * kept.normed(shape.d_model)
         if self.sandwich != "none":
             norms += 2 * kept.normed(shape.d_model, kept.stream if self.sandwich == "after_add" else kept.product)

@@ -77,10 +77,6 @@ class Memory(Choice, axis="memory"):
         """Of `build_recall`."""
         return Cost()
 
-    def after(self, kept: Kept) -> Kept:
-        """In how many bytes a block keeps its stream, once the memory is in it."""
-        return kept
-
     def kept_bytes(self, shape: Shape, d_kv: int, source: Source | None, kept: Kept) -> float:
         """Bytes a token that `build` keeps for the backward pass, once a pass: memories, what the shared maps read and
         give, and what the norm at ``source`` reads, where nothing else keeps it."""
@@ -219,15 +215,9 @@ class PrevToken(Memory):
         own = linear(shape.d_model, d_kv).times(2 if self.share == "per_layer" else 0).of_memory()
         return total(own, linear(shape.d_model, 2 * d_kv // shape.d_head) if self.gates else Cost())
 
-    def after(self, kept: Kept) -> Kept:
-        # alpha and gamma are fp32, and vectors: what they multiply becomes fp32 too.
-        return kept._replace(stream=4) if self.residual else kept
-
     def kept_bytes(self, shape: Shape, d_kv: int, source: Source | None, kept: Kept) -> float:
         d = shape.d_model
-        # Zeros in fp32 are read where they lie; other memories by a copy for each map.
-        as_they_are = not kept.memories and kept.product == 4
-        m = 4 * d * (kept.memories or 1) if self.residual or as_they_are else 0
+        m = 4 * d * kept.memories if self.residual else 0
         maps = self._mapped_bytes(shape, d_kv, kept) if self.kv and self.share == "shared" else 0
         normed = kept.normed(d) - d * kept.stream
         if source is not None and source[0] == "final" and kept.product != 4:
@@ -237,7 +227,8 @@ class PrevToken(Memory):
     def residual_kept_bytes(self, shape: Shape, kept: Kept) -> int:
         if not self.residual:
             return 0
-        n_read = 1 if kept.stream == 4 else 2 + (self.beta is not None)  # memory and embedding are fp32, and copied
+        others = (kept.memories > 0) + (self.beta is not None)
+        n_read = 1 if kept.stream == 4 else 1 + others  # memory and embedding are fp32, and copied
         return n_read * shape.d_model * kept.stream
 
     def key_kept_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
@@ -247,9 +238,8 @@ class PrevToken(Memory):
         return own + (_gated_bytes(shape, d_kv, 2, kept) if self.gates else 0)
 
     def _mapped_bytes(self, shape: Shape, d_kv: int, kept: Kept) -> int:
-        """What U_k and U_v read, and what they give where gates weigh it."""
-        n_copies = 0 if not kept.memories and kept.product == 4 else 2
-        return (n_copies * shape.d_model + (2 * d_kv if self.gates else 0)) * kept.product
+        """What U_k and U_v read, and what they give where gates weigh it; nothing in a pass without memories."""
+        return (2 * shape.d_model + (2 * d_kv if self.gates else 0)) * kept.product if kept.memories else 0
 
 
 def _gated_bytes(shape: Shape, d_kv: int, n_gates: int, kept: Kept) -> int:

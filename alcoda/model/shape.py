@@ -43,7 +43,7 @@ class Kept(NamedTuple):
         keys: keys that a layer holds for each token that it runs: more than one where a pass of some tokens reads those
             of the others (`alcoda.model.rewrite`).
         reach: over how many keys a query's scores are, as a share of the row.
-        memories: memories that are held for each token that runs; 0: they are zeros, made for the pass.
+        memories: memories that are held for each token that runs; 0: a pass without.
     """
 
     product: int

@@ -130,15 +130,11 @@ def _of_pass(model: ModelConfig, kept: Kept, has_pages: bool) -> KeptBytes:
     in_core = kept._replace(stream=kept.product) if model.inject.gives_product else kept
     # Of what the loops give: the core's type, unless the update or a norm of the sum has another.
     keeps_fp32 = model.update.keeps_dtype or (block.sandwich == "after_add" and kept.fp32_norms)
-    state = kept if keeps_fp32 else memory.after(in_core)
+    state = kept if keeps_fp32 else in_core
     in_coda = state._replace(stream=kept.product) if model.readout_map.kept_bytes(shape, kept) else state
 
     def stack(stage: str, kept: Kept) -> float:
-        n_bytes = 0.0
-        for place in model.places(stage):
-            n_bytes += block.kept_bytes(shape, place, memory, kept)
-            kept = memory.after(kept)
-        return n_bytes
+        return sum(block.kept_bytes(shape, place, memory, kept) for place in model.places(stage))
 
     norm, d_kv = model.loop_norm, block.d_kv(shape)
     keys = 0.0
@@ -168,7 +164,7 @@ def _of_pass(model: ModelConfig, kept: Kept, has_pages: bool) -> KeptBytes:
             "readout_map": model.readout_map.kept_bytes(shape, kept),
             "exit_gate": 4 * shape.d_model if model.exit_gate.has_gate and state.stream != 4 else 0,
             "coda": stack("coda", in_coda),
-            "final_norm": model.final_norm.kept_bytes(shape, memory.after(in_coda) if model.n_coda else in_coda),
+            "final_norm": model.final_norm.kept_bytes(shape, in_coda),
             "head": shape.d_model * kept.product,
         },
         logits=4 * shape.vocab_size * model.soft_cap.kept_logits,

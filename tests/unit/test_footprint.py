@@ -292,10 +292,8 @@ def test_recompute_keeps_a_state_a_loop_and_one_loop(monkeypatch: pytest.MonkeyP
     parts = ("activations.inject", "activations.core", "activations.update")
     assert 4 * term(again, *parts) == term(whole, *parts)
     states: list[torch.Tensor] = []
-    run = RecurrentLM._recomputed
-    monkeypatch.setattr(
-        RecurrentLM, "_recomputed", lambda self, *args: states.append(args[0].h_BTD) or run(self, *args)
-    )
+    run = RecurrentLM._loop
+    monkeypatch.setattr(RecurrentLM, "_loop", lambda self, *args: states.append(args[0].h_BTD) or run(self, *args))
     model = checkpoint.build(recipe.model, CPU).init(0).train()
     ids = torch.zeros(3, 96, dtype=torch.long)
     loss_of(recipe, model, ids, LoopPlan(0, 4), True)
