@@ -21,7 +21,8 @@ class Source(Config):
     """One corpus of a mix."""
 
     corpus: str
-    """``pystdlib``, ``text:PATH``, ``jsonl:PATH``, ``parquet:PATH``, ``hf:NAME[:CONFIG]`` or ``bin:PATH``."""
+    """``pystdlib``, ``text:PATH``, ``jsonl:PATH``, ``parquet:PATH``, ``hf:NAME[:CONFIG]``, ``bin:PATH`` or
+    ``hops[:OPTIONS]``, as in ``hops:nodes=9,hops=8,docs=20000`` (options: alcoda/data/hops.py)."""
     weight: PositiveFloat = 1.0
     """Share of the training tokens, relative to the weights of the other sources."""
     name: str | None = None

@@ -6,6 +6,7 @@
     parquet:PATH        a file or a folder; column ``text``          (tables.py)
     hf:NAME[:CONFIG]    a dataset of the Hugging Face hub            (tables.py)
     bin:PATH            tokens already, nanoGPT's uint16 files       (binary.py)
+    hops[:OPTIONS]      generated pointer chasing, known depths      (hops.py)
 
 A new form is a subclass of `Corpus` under ``@form("name")``. Documents without anything but white space are skipped
 everywhere. Whatever is wrong with a corpus is a `UsageError` that names the path, the trouble and the way out.
