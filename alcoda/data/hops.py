@@ -4,11 +4,13 @@
 
 A document is one cycle over all its nodes, as links "source target" in random order, then questions "start hops
 answer". One cycle, longer than the largest number of hops: with several, the answer is often the start itself, and the
-number of hops may be taken modulo a short one (docs/LOG.md). Every node is asked from once before any is asked from
-again, so that no answer stands in the text already. Nodes are capital letters after a space, as numbers are: with the
-project's byte-level BPE each is one token, the same in links and questions.
+number of hops may be taken modulo a short one. No question is asked twice, and every node is asked from once before any
+is asked from again, so that an earlier answer seldom shortens a later one.
 
-What is drawn is integer arithmetic (shuffle.py), so the text is the same everywhere.
+Nodes are capital letters after a space, as numbers are: with the project's byte-level BPE each is one token, the same
+in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens. Best that is
+``seq_len``: each row of a batch is then one document (``mix_unit: row``). A row of several holds the same letters in
+several cycles, and a document that is cut leaves questions without their links.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from pydantic import Field, model_validator
 
 from alcoda.config import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, validate
 from alcoda.data.corpora import Corpus, form
-from alcoda.data.shuffle import permutation, uniform
+from alcoda.data.shuffle import hashes
 from alcoda.errors import UsageError
 
 _FORMAT = 1
 """Raised when the same options come to mean other text."""
 _KEY = 0x40B5
+_BLOCK = 256
+"""Documents that are drawn together; other sizes give other documents."""
 _NAMES = string.ascii_uppercase
 _LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\? [A-Z] \d{1,2} [A-Z])*)")
 _QUESTION = re.compile(rb"\? ([A-Z]) (\d+)( [A-Z])")
@@ -43,7 +47,7 @@ class HopsOptions(Config):
     hops: PositiveInt = 8
     """The largest number of hops that is asked; less than nodes."""
     queries: PositiveInt | None = None
-    """Questions of a document; as many as nodes where not set."""
+    """Questions of a document, all different; as many as nodes where not set."""
     docs: PositiveInt = 20_000
     """Documents."""
     seed: NonNegativeInt = 0
@@ -58,7 +62,17 @@ class HopsOptions(Config):
                 f"hops={self.hops} with nodes={self.nodes}: as many hops as nodes lead back to the start, so hops is "
                 f"to be less than nodes; lower hops to {self.nodes - 1} or raise nodes"
             )
+        if self.n_queries > self.nodes * self.hops:
+            raise ValueError(
+                f"queries={self.n_queries} with nodes={self.nodes} and hops={self.hops}: there are only "
+                f"{self.nodes * self.hops} different questions; lower queries"
+            )
         return self
+
+    @property
+    def n_queries(self) -> int:
+        """Questions of a document."""
+        return self.queries or self.nodes
 
 
 @form("hops")
@@ -67,18 +81,22 @@ class Hops(Corpus):
 
     def __init__(self, spec: str, rest: str) -> None:
         super().__init__(spec, rest)
-        self.options = validate(HopsOptions, _parse(spec, rest), f"corpus {spec!r}")
+        options = _parse(spec, rest)
+        try:
+            self.options = validate(HopsOptions, options, "it")
+        except UsageError as error:
+            raise UsageError(f"corpus {spec!r}: {error}") from None
         self.name = self.form
-        # All documents are as long, but for numbers of two digits.
-        self.n_bytes = self.options.docs * len(_document(self.options, 0))
+        # All are as long, but for numbers of two digits.
+        self.n_bytes = self.options.docs * len(_block(self.options, 0)[0])
 
     def content_hash(self) -> str:
         what = f"{self.form} {_FORMAT} {self.options.model_dump_json()}"
         return hashlib.sha256(what.encode()).hexdigest()
 
     def _documents(self, max_bytes: int | None) -> Iterator[str]:
-        for number in range(self.options.docs):
-            yield _document(self.options, number)
+        for start in range(0, self.options.docs, _BLOCK):
+            yield from _block(self.options, start // _BLOCK)[: self.options.docs - start]
 
 
 def _parse(spec: str, rest: str) -> dict[str, int | float]:
@@ -87,7 +105,7 @@ def _parse(spec: str, rest: str) -> dict[str, int | float]:
         name, equals, text = (piece.strip() for piece in part.partition("="))
         if not name or not equals or name in found:
             raise UsageError(
-                f"corpus {spec!r}: {part.strip()!r} is given twice or is no option; write options as "
+                f"corpus {spec!r}: {part.strip()!r} is no option, or given twice; write options as "
                 "hops:nodes=9,hops=8,docs=20000"
             )
         try:
@@ -100,19 +118,32 @@ def _parse(spec: str, rest: str) -> dict[str, int | float]:
     return found
 
 
-def _document(options: HopsOptions, number: int) -> str:
-    n, n_queries = options.nodes, options.queries or options.nodes
-    key = (_KEY, options.seed, number)
-    cycle, places = permutation(n, *key, 0), np.zeros(n, np.int64)
-    places[cycle] = np.arange(n)
-    links = [f" {_NAMES[cycle[i]]} {_NAMES[cycle[(i + 1) % n]]}" for i in permutation(n, *key, 1).tolist()]
-    rounds = [permutation(n, *key, 2, turn) for turn in range(-(-n_queries // n))]
-    starts = np.concatenate(rounds)[:n_queries]
-    below = np.cumsum(np.arange(1, options.hops + 1) ** -options.skew)
-    hops = 1 + np.searchsorted(below / below[-1], uniform(n_queries, *key, 3), side="right")
-    ends = cycle[(places[starts] + hops) % n]
-    asked = zip(starts.tolist(), hops.tolist(), ends.tolist(), strict=True)
-    return "hops:" + ";".join(links) + "".join(f"? {_NAMES[a]} {h} {_NAMES[b]}" for a, h, b in asked)
+def _block(options: HopsOptions, block: int) -> list[str]:
+    """Documents ``block * _BLOCK`` and on: made many at a time, because arrays of nine numbers are slow."""
+    n, n_hops, n_queries = options.nodes, options.hops, options.n_queries
+    n_rounds = -(-n_queries // n)
+    drawn_MX = hashes(_BLOCK * n * (2 + n_rounds + n_hops), _KEY, options.seed, block).reshape(_BLOCK, -1)
+    orders_MKN = np.argsort(drawn_MX[:, : -n * n_hops].reshape(_BLOCK, -1, n), axis=2, kind="stable")
+    cycle_MN, places_MN = orders_MKN[:, 0], np.argsort(orders_MKN[:, 0], axis=1)
+    shown_MN, starts_MQ = orders_MKN[:, 1], orders_MKN[:, 2:].reshape(_BLOCK, -1)[:, :n_queries]
+    # Of each start, the numbers of hops in a random order: clocks of these rates (the shares) ring one after another.
+    uniform_MNH = ((drawn_MX[:, -n * n_hops :] >> np.uint64(11)) * 2.0**-53).reshape(_BLOCK, n, n_hops)
+    clocks_MNH = -np.log1p(-uniform_MNH) * np.arange(1, n_hops + 1) ** options.skew
+    order_MNH = 1 + np.argsort(clocks_MNH, axis=2, kind="stable")
+    hops_MQ = order_MNH[np.arange(_BLOCK)[:, None], starts_MQ, np.arange(n_queries) // n]
+
+    def after(starts: np.ndarray, hops: np.ndarray | int) -> np.ndarray:
+        return np.take_along_axis(cycle_MN, (np.take_along_axis(places_MN, starts, 1) + hops) % n, 1)
+
+    links = zip(shown_MN.tolist(), after(shown_MN, 1).tolist(), strict=True)
+    asked = zip(starts_MQ.tolist(), hops_MQ.tolist(), after(starts_MQ, hops_MQ).tolist(), strict=True)
+    return [_text(*pair, *query) for pair, query in zip(links, asked, strict=True)]
+
+
+def _text(sources: list[int], targets: list[int], starts: list[int], hops: list[int], ends: list[int]) -> str:
+    links = (f" {_NAMES[a]} {_NAMES[b]}" for a, b in zip(sources, targets, strict=True))
+    asked = (f"? {_NAMES[a]} {h} {_NAMES[b]}" for a, h, b in zip(starts, hops, ends, strict=True))
+    return f"hops:{';'.join(links)}{''.join(asked)}"
 
 
 class Answer(NamedTuple):
