@@ -61,6 +61,8 @@ class Corpus:
     form: ClassVar[str]
     has_text: ClassVar[bool] = True
     """False where the corpus is tokens already."""
+    has_answers: ClassVar[bool] = False
+    """Whether there is `asked`, which a stage of a source needs."""
 
     spec: str
     """As the user wrote it."""
@@ -88,6 +90,10 @@ class Corpus:
 
     def content_hash(self) -> str:
         """A sha256 (hex) that changes when the documents do, and does not depend on where they lie."""
+        raise NotImplementedError
+
+    def asked(self, document: bytes) -> list[tuple[int, int]]:
+        """In a document (or its beginning), the bytes ``start .. stop`` of the answers that tell of mastery."""
         raise NotImplementedError
 
     def _documents(self, max_bytes: int | None) -> Iterator[str]:

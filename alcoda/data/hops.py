@@ -79,6 +79,8 @@ class HopsOptions(Config):
 class Hops(Corpus):
     """Generated documents of pointer chasing; nothing is read."""
 
+    has_answers = True
+
     def __init__(self, spec: str, rest: str) -> None:
         super().__init__(spec, rest)
         options = _parse(spec, rest)
@@ -93,6 +95,10 @@ class Hops(Corpus):
     def content_hash(self) -> str:
         what = f"{self.form} {_FORMAT} {self.options.model_dump_json()}"
         return hashlib.sha256(what.encode()).hexdigest()
+
+    def asked(self, document: bytes) -> list[tuple[int, int]]:
+        """The answers of the most hops: fewer are those of an earlier stage."""
+        return [(start, stop) for start, stop, hops in answers(document) if hops == self.options.hops]
 
     def _documents(self, max_bytes: int | None) -> Iterator[str]:
         for start in range(0, self.options.docs, _BLOCK):

@@ -37,6 +37,7 @@ from alcoda.training.device import (
     set_rng_state,
 )
 from alcoda.training.load import check_tokenizer
+from alcoda.training.mastery import climb
 from alcoda.training.parallel import check_rows, full
 from alcoda.training.passes import step_loss
 from alcoda.training.processes import ALONE, Processes, joined
@@ -310,7 +311,7 @@ class Trainer:
     def _validate(self, trackers: Trackers) -> bool:
         """Score the beginning of the validation text; whether the model is the best so far at n_loops."""
         records, bits = validation(self)
-        for record in records:
+        for record in [*records, *climb(self)]:
             trackers.log(record)
         if not math.isfinite(bits):
             if self.train_step == self.n_steps:
