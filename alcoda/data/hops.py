@@ -1,11 +1,12 @@
 """The corpus form ``hops``: pointer chasing, text whose answers need a known number of dependent steps.
 
-    hops: B C; A B; D A; C D? A 2 C? D 1 A? B 3 A? C 1 D
+    hops: B C; A B; D A; C D? 2 A C? 1 D A? 3 B A? 1 C D
 
-A document is one cycle over all its nodes, as links "source target" in random order, then questions "start hops
+A document is one cycle over all its nodes, as links "source target" in random order, then questions "hops start
 answer". One cycle, longer than the largest number of hops: with several, the answer is often the start itself, and the
 number of hops may be taken modulo a short one. No question is asked twice, and every node is asked from once before any
-is asked from again, so that an earlier answer seldom shortens a later one.
+is asked from again, so that an earlier answer seldom shortens a later one. A start stands right before its answer, as a
+source before its target: one hop is then what induction does, which a model learns first.
 
 Nodes are capital letters after a space, as numbers are: with the project's byte-level BPE each is one token, the same
 in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens. Best that is
@@ -35,8 +36,8 @@ _KEY = 0x40B5
 _BLOCK = 256
 """Documents that are drawn together; other sizes give other documents."""
 _NAMES = string.ascii_uppercase
-_LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\? [A-Z] \d{1,2} [A-Z])*)")
-_QUESTION = re.compile(rb"\? ([A-Z]) (\d+)( [A-Z])")
+_LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\? \d{1,2} [A-Z] [A-Z])*)")
+_QUESTION = re.compile(rb"\? (\d+) ([A-Z])( [A-Z])")
 
 
 class HopsOptions(Config):
@@ -148,7 +149,7 @@ def _block(options: HopsOptions, block: int) -> list[str]:
 
 def _text(sources: list[int], targets: list[int], starts: list[int], hops: list[int], ends: list[int]) -> str:
     links = (f" {_NAMES[a]} {_NAMES[b]}" for a, b in zip(sources, targets, strict=True))
-    asked = (f"? {_NAMES[a]} {h} {_NAMES[b]}" for a, h, b in zip(starts, hops, ends, strict=True))
+    asked = (f"? {h} {_NAMES[a]} {_NAMES[b]}" for a, h, b in zip(starts, hops, ends, strict=True))
     return f"hops:{';'.join(links)}{''.join(asked)}"
 
 
@@ -167,7 +168,7 @@ def answers(text: str | bytes) -> list[Answer]:
     for document in _LINKS.finditer(raw):
         target = {link[1:2]: link[3:4] for link in document[1].split(b";")}
         for asked in _QUESTION.finditer(document[2]):
-            node, hops = asked[1], int(asked[2])
+            hops, node = int(asked[1]), asked[2]
             for _ in range(hops):
                 node = target.get(node)
             if node == asked[3].strip():

@@ -24,7 +24,7 @@ def links_of(text):
 
 
 def questions_of(text):
-    return [(a, int(h), b) for a, h, b in re.findall(r"\? ([A-Z]) (\d+) ([A-Z])", text)]
+    return [(a, int(h), b) for h, a, b in re.findall(r"\? (\d+) ([A-Z]) ([A-Z])", text)]
 
 
 def test_a_document_is_one_cycle_and_every_answer_follows_from_it():
@@ -54,8 +54,8 @@ def test_the_text_is_what_it_was():
 
 
 KNOWN = [
-    "hops: A B; D A; B C; C D? C 3 B? A 2 C? D 2 B? B 2 D",
-    "hops: A C; B D; C B; D A? C 2 D? A 3 D? B 1 D? D 2 C",
+    "hops: A B; D A; B C; C D? 3 C B? 2 A C? 2 D B? 2 B D",
+    "hops: A C; B D; C B; D A? 2 C D? 3 A D? 1 B D? 2 D C",
 ]
 
 
@@ -89,7 +89,7 @@ def test_max_bytes_and_hash():
 
 
 def test_answers_are_found_with_their_hops():
-    text = "hops: B C; A B; D A; C D? A 2 C? D 1 A? B 3 A"
+    text = "hops: B C; A B; D A; C D? 2 A C? 1 D A? 3 B A"
     assert [(text[start:stop], hops) for start, stop, hops in answers(text)] == [(" C", 2), (" A", 1), (" A", 3)]
     both = f"Once \u00e9 upon: {text}\n<|endoftext|>\n{text}".encode()
     assert [(both[a.start : a.stop], a.hops) for a in answers(both)] == [(b" C", 2), (b" A", 1), (b" A", 3)] * 2
@@ -105,14 +105,14 @@ def test_answers_are_found_with_their_hops():
         "",
         "hops:",
         "hops: A B",
-        "A B; B A? A 1 B",
-        "hops: A B; B A? A 1 A",  # not what the links say
-        "hops: A B; B A? A 1",
-        "hops: A B; B A? C 1 B",
-        "hops: A B? A 2 C",  # a link that is not there
-        "hops: A B; B A? A 99999999999 B",
-        "Who hops: the rabbit? A 1 B",
-        b"\xff\x00hops: \xfe? A 1 B",
+        "A B; B A? 1 A B",
+        "hops: A B; B A? 1 A A",  # not what the links say
+        "hops: A B; B A? 1 A",
+        "hops: A B; B A? 1 C B",
+        "hops: A B? 2 A C",  # a link that is not there
+        "hops: A B; B A? 99999999999 A B",
+        "Who hops: the rabbit? 1 A B",
+        b"\xff\x00hops: \xfe? 1 A B",
     ],
 )
 def test_other_text_has_no_answers(text):
