@@ -4,7 +4,7 @@ data = prepare(DataConfig(corpus="text:books"))
 for batch, state in data.batches(batch_size=8, seq_len=256, seed=0): ...
 """
 
-from alcoda.data import binary, tables  # noqa: F401  (registers their corpus forms)
+from alcoda.data import binary, hops, tables  # noqa: F401  (registers their corpus forms)
 from alcoda.data.batches import NOT_SCORED, Batch, Batches, BatchState
 from alcoda.data.cache import TokenStore, cache_root, tokenise
 from alcoda.data.config import DataConfig, Source, Splits

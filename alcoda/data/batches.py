@@ -2,12 +2,16 @@
 
     sources         several streams of tokens, each with a weight
       -> units      a window of seq_len tokens (unit "row") or a document, drawn from the source that is
-                    furthest behind its weight in tokens; within a source in a new order each epoch
+                    furthest behind its weight in tokens (of a ladder, from its present stage); within a source in a
+                    new order each epoch
       -> rows       a window is a row; documents are packed end to end and cut into rows
       -> batches    batch_size rows
 
 Everything is a pure function of the seed and the counters in the state. An epoch of a source ends where it ends, in the
 middle of a batch as a rule: the next one goes on in the same batch, so that nothing is lost and nothing doubled.
+
+A ladder is several sources of which one is drawn from, the first, until the trainer says `climb`: then the next. Its
+share of the tokens is that of all of them together.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class BatchState(TypedDict):
     """Unit "document": the source whose document, the last that it drew, is not used up. None: none drawn yet."""
     offset_tokens: int
     """Tokens of that document that were inputs already."""
+    stages: list[int]
+    """For each ladder, how many steps up it is."""
 
 
 class _Source:
@@ -115,6 +121,8 @@ class Batches:
     stream comes once in an epoch. With ``"document"`` a row may hold the ends and beginnings of several documents, of
     any source, and each document comes once in an epoch.
 
+    ``ladders`` are indices of sources, those of each in the order in which they follow one another.
+
     Raises UsageError for sources with less than one batch, and for a state of other data.
     """
 
@@ -126,11 +134,16 @@ class Batches:
         seed: int,
         unit: Unit = "row",
         state: BatchState | None = None,
+        ladders: Sequence[Sequence[int]] = (),
     ) -> None:
         _check(sources, batch_size, seq_len)
         self._batch_size, self._seq_len, self._seed, self._unit = batch_size, seq_len, seed, unit
         window = seq_len if unit == "row" else None
         self._sources = [_Source(i, *source, seed, window) for i, source in enumerate(sources)]
+        self._ladders = [list(ladder) for ladder in ladders]
+        self._stages = [0] * len(self._ladders)
+        on_ladder = {i for ladder in self._ladders for i in ladder}
+        self._alone = [[i] for i in range(len(self._sources)) if i not in on_ladder]
         self._current: int | None = None
         self._at, self._stop = 0, 0
         if state is not None:
@@ -154,12 +167,31 @@ class Batches:
             "sources": [source.state() for source in self._sources],
             "current": self._current,
             "offset_tokens": offset,
+            "stages": list(self._stages),
         }
+
+    def stage(self, ladder: int) -> int:
+        """The source that this ladder draws from now."""
+        return self._ladders[ladder][self._stages[ladder]]
+
+    def climb(self, ladder: int) -> bool:
+        """Draw from the next source of this ladder from now on; False where it was the last already."""
+        if self._stages[ladder] + 1 == len(self._ladders[ladder]):
+            return False
+        self._stages[ladder] += 1
+        return True
 
     def _behind(self) -> int:
         """The source that has the fewest tokens for its weight; of equals the first."""
-        drawn = [source.drawn_tokens / source.weight for source in self._sources]
-        return drawn.index(min(drawn))
+        groups = [*self._alone, *self._ladders]
+        present = [group[0] for group in self._alone] + [self.stage(i) for i in range(len(self._ladders))]
+
+        def behind(k: int) -> tuple[float, int]:
+            members = [self._sources[i] for i in groups[k]]
+            drawn, weight = sum(one.drawn_tokens for one in members), sum(one.weight for one in members)
+            return drawn / weight, groups[k][0]
+
+        return present[min(range(len(groups)), key=behind)]
 
     def _row(self) -> tuple[np.ndarray, str]:
         source = self._sources[self._behind()]
@@ -195,6 +227,7 @@ class Batches:
                 f"the data of the run to be continued are not those of its checkpoint ({differ}). Continue with the "
                 "same data config, or begin a new run"
             )
+        self._stages = list(state["stages"])
         for source, old in zip(self._sources, state["sources"], strict=True):
             source.epoch, source.unit, source.drawn_tokens = old["epoch"], old["unit"], old["drawn_tokens"]
             if not 0 <= source.unit <= source.n_units:
@@ -211,7 +244,13 @@ def _identity(state: BatchState) -> dict[str, object]:
     """What has to be the same for a state to mean the same batches. The batch size need not be."""
     try:
         sources = [(source["name"], source["weight"], source["n_tokens"]) for source in state["sources"]]
-        return {"unit": state["unit"], "seed": state["seed"], "seq_len": state["seq_len"], "sources": sources}
+        return {
+            "unit": state["unit"],
+            "seed": state["seed"],
+            "seq_len": state["seq_len"],
+            "sources": sources,
+            "ladders": len(state["stages"]),
+        }
     except (KeyError, TypeError) as error:
         raise UsageError(f"the checkpoint's state of the data is not one of this version ({error!r})") from None
 

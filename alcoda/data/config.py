@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,17 +17,46 @@ def _as_source(value: object) -> object:
     return {"corpus": value} if isinstance(value, str) else value
 
 
+class Ladder(NamedTuple):
+    """Sources that follow one another: a step up when the one before is mastered."""
+
+    sources: tuple[int, ...]
+    """Indices into `DataConfig.sources`, the easiest first."""
+    mastery: float
+    """Share of its answers that a model is to give right before the next one begins."""
+
+
 class Source(Config):
-    """One corpus of a mix."""
+    """One corpus of a mix, or several that follow one another (``stages``)."""
 
     corpus: str
-    """``pystdlib``, ``text:PATH``, ``jsonl:PATH``, ``parquet:PATH``, ``hf:NAME[:CONFIG]`` or ``bin:PATH``."""
+    """``pystdlib``, ``text:PATH``, ``jsonl:PATH``, ``parquet:PATH``, ``hf:NAME[:CONFIG]``, ``bin:PATH`` or
+    ``hops[:OPTIONS]``, as in ``hops:nodes=9,hops=8,docs=20000`` (options: alcoda/data/hops.py)."""
     weight: PositiveFloat = 1.0
     """Share of the training tokens, relative to the weights of the other sources."""
     name: str | None = None
     """In tables and messages; by default made from the corpus."""
     max_bytes: PositiveInt | None = None
     """Bytes of its text that are used, from the beginning; by default those of the data config."""
+    stages: tuple[str, ...] = ()
+    """Harder corpora that take the place of ``corpus`` one after another, each once the one before is mastered."""
+    mastery: Annotated[PositiveFloat, Field(le=1)] = 0.95
+    """The share of a stage's answers that validation is to find right, at the model's n_loops, before the next."""
+
+    def in_stages(self) -> tuple[Source, ...]:
+        """A source for each stage, of the same share in all: the tokenizer is trained on all of them."""
+        n = 1 + len(self.stages)
+        return tuple(
+            self.model_copy(
+                update={
+                    "corpus": corpus,
+                    "stages": (),
+                    "weight": self.weight / n,
+                    "name": f"{self.name}-{number}" if self.name and n > 1 else self.name,
+                }
+            )
+            for number, corpus in enumerate((self.corpus, *self.stages), 1)
+        )
 
 
 class Splits(Config):
@@ -79,11 +108,32 @@ class DataConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stages_are_measured(self) -> Self:
+        if self.valid is not None and any(source.stages for source in self.mix):
+            raise ValueError(
+                f"valid ({self.valid!r}) with a source that has stages: whether a stage is mastered is measured on its "
+                "own valid split, which a valid corpus takes away; leave valid out"
+            )
+        return self
+
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources, of which ``corpus`` is one of weight 1, with their ``max_bytes`` filled in."""
+        """The sources, of which ``corpus`` is one of weight 1, ``max_bytes`` filled in; stages one by one."""
         sources = self.mix or (Source(corpus=self.corpus or DEFAULT_CORPUS),)
         return tuple(
-            source if source.max_bytes else source.model_copy(update={"max_bytes": self.max_bytes})
+            stage if stage.max_bytes else stage.model_copy(update={"max_bytes": self.max_bytes})
             for source in sources
+            for stage in source.in_stages()
         )
+
+    @property
+    def ladders(self) -> tuple[Ladder, ...]:
+        """Which of the sources are stages of one."""
+        found, first = [], 0
+        for source in self.mix:
+            n = 1 + len(source.stages)
+            if n > 1:
+                found.append(Ladder(tuple(range(first, first + n)), source.mastery))
+            first += n
+        return tuple(found)

@@ -6,6 +6,7 @@
     parquet:PATH        a file or a folder; column ``text``          (tables.py)
     hf:NAME[:CONFIG]    a dataset of the Hugging Face hub            (tables.py)
     bin:PATH            tokens already, nanoGPT's uint16 files       (binary.py)
+    hops[:OPTIONS]      generated pointer chasing, known depths      (hops.py)
 
 A new form is a subclass of `Corpus` under ``@form("name")``. Documents without anything but white space are skipped
 everywhere. Whatever is wrong with a corpus is a `UsageError` that names the path, the trouble and the way out.
@@ -60,6 +61,8 @@ class Corpus:
     form: ClassVar[str]
     has_text: ClassVar[bool] = True
     """False where the corpus is tokens already."""
+    has_answers: ClassVar[bool] = False
+    """Whether there is `asked`, which a stage of a source needs."""
 
     spec: str
     """As the user wrote it."""
@@ -87,6 +90,10 @@ class Corpus:
 
     def content_hash(self) -> str:
         """A sha256 (hex) that changes when the documents do, and does not depend on where they lie."""
+        raise NotImplementedError
+
+    def asked(self, document: bytes) -> list[tuple[int, int]]:
+        """In a document (or its beginning), the bytes ``start .. stop`` of the answers that tell of mastery."""
         raise NotImplementedError
 
     def _documents(self, max_bytes: int | None) -> Iterator[str]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from alcoda.data.batches import Batches, BatchState, Unit
 from alcoda.data.cache import cache_root, explained, key_of, tokenise
-from alcoda.data.config import DataConfig, Source
-from alcoda.data.corpora import Corpus, FileCorpus, corpus
+from alcoda.data.config import DataConfig, Ladder, Source
+from alcoda.data.corpora import FORMS, Corpus, FileCorpus, corpus
 from alcoda.data.shuffle import uniform
 from alcoda.data.splits import TRAIN, Plan, Stream, plan, split, whole
 from alcoda.data.tokenizer import Tokenizer
@@ -51,6 +51,8 @@ class Data:
     valid: SourceData | None
     """The corpus of its own to measure on, where the config names one; its only split is ``valid``."""
     mix_unit: Unit
+    ladders: tuple[Ladder, ...]
+    """Which of the sources follow one another."""
     notes: tuple[str, ...]
     """What the user should know: a corpus that was cut, a smaller vocabulary, documents that are trained on too, ..."""
     _all: tuple[SourceData, ...] = field(init=False, repr=False)
@@ -59,8 +61,13 @@ class Data:
         object.__setattr__(self, "_all", self.sources + ((self.valid,) if self.valid else ()))
 
     def split(self, name: str) -> dict[str, Stream]:
-        """The split ``name`` (train, valid, calib, probe) of each source that has one, by the source's name."""
-        found = {source.name: source.splits[name] for source in self._all if name in source.splits}
+        """The split ``name`` (train, valid, calib, probe) of each source that has one, by the source's name.
+
+        Of a ladder, all sources are trained on, and the last is what is measured.
+        """
+        before = {i for ladder in self.ladders for i in ladder.sources[:-1]} if name != TRAIN else set()
+        kept = [source for i, source in enumerate(self._all) if i not in before]
+        found = {source.name: source.splits[name] for source in kept if name in source.splits}
         if not found:
             allowed = ", ".join(dict.fromkeys(part for source in self._all for part in source.splits))
             raise UsageError(f"split {name!r}: there is none of that name. Allowed: {allowed}")
@@ -69,7 +76,8 @@ class Data:
     def batches(self, batch_size: int, seq_len: int, seed: int, state: BatchState | None = None) -> Batches:
         """Batches of the train split, mixed by weight: see `Batches`."""
         sources = [(source.name, source.weight, source.splits[TRAIN]) for source in self.sources]
-        return Batches(sources, batch_size, seq_len, seed, self.mix_unit, state)
+        ladders = [ladder.sources for ladder in self.ladders]
+        return Batches(sources, batch_size, seq_len, seed, self.mix_unit, state, ladders)
 
     def describe(self) -> dict[str, Any]:
         """What was read, for the record of a run. JSON."""
@@ -111,6 +119,12 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data:
     sources = config.sources
     corpora = [corpus(source.corpus) for source in sources]
     valid = None if config.valid is None else corpus(config.valid)
+    for one in (corpora[i] for ladder in config.ladders for i in ladder.sources):
+        if not one.has_answers:
+            raise UsageError(
+                f"mix: corpus {one.spec!r} is a stage, and its text has no answers that tell when it is mastered. "
+                f"Forms that have: {', '.join(name for name, kind in FORMS.items() if kind.has_answers)}"
+            )
     names = _names(sources, corpora, valid)
     hashes, valid_hash = _hashes(corpora, valid)
     if tokenizer is None:
@@ -138,7 +152,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data:
         notes += store.notes
         own = SourceData(valid.name, 0.0, {"valid": whole(store)}, valid.spec, valid_hash)
     notes += _repeated(data, own)
-    return Data(tokenizer, tuple(data), own, config.mix_unit, tuple(notes))
+    return Data(tokenizer, tuple(data), own, config.mix_unit, config.ladders, tuple(notes))
 
 
 def open_corpus(spec: str, tokenizer: Tokenizer, max_bytes: int | None = None) -> Stream:

@@ -37,6 +37,7 @@ from alcoda.training.device import (
     set_rng_state,
 )
 from alcoda.training.load import check_tokenizer
+from alcoda.training.mastery import climb
 from alcoda.training.parallel import check_rows, full
 from alcoda.training.passes import step_loss
 from alcoda.training.processes import ALONE, Processes, joined
@@ -309,7 +310,7 @@ class Trainer:
     def _validate(self, trackers: Trackers) -> bool:
         """Score the beginning of the validation text; whether the model is the best so far at n_loops."""
         records, bits = validation(self)
-        self._log(trackers, *records)
+        self._log(trackers, *records, *climb(self))
         if not math.isfinite(bits):
             if self.train_step == self.n_steps:
                 with self.processes.together():  # said once

@@ -226,3 +226,28 @@ def test_a_state_of_other_data_is_refused():
         assert says in message_of(other)
     state["sources"][0]["unit"] = 99
     assert "damaged: unit 99 of 10" in message_of(lambda: Batches(mixed, 2, 4, 0, state=state))
+
+
+def test_a_ladder_draws_from_one_source_until_it_climbs_and_keeps_the_share_of_all():
+    three = sources([40] * 5, [40] * 6, [40] * 7, weights=[2.0, 1.0, 1.0])
+
+    def batches(state=None):
+        return Batches(three, 2, 5, seed=3, state=state, ladders=[(1, 2)])
+
+    def drawn(state):
+        return [source["drawn_tokens"] for source in state["sources"]]
+
+    walk = batches()
+    for _ in range(20):
+        _, state = next(walk)
+    assert drawn(state)[2] == 0 and abs(drawn(state)[0] - drawn(state)[1]) <= 5 and walk.stage(0) == 1
+    assert walk.climb(0) and walk.stage(0) == 2
+    climbed = walk.state()
+    left = drawn(climbed)[1]
+    then = [next(walk) for _ in range(20)]
+    assert drawn(then[-1][1])[1] == left and abs(drawn(then[-1][1])[0] - sum(drawn(then[-1][1])[1:])) <= 5
+    again = batches(json.loads(json.dumps(climbed)))
+    assert all(same(one, next(again)) for one in then)  # what is drawn after a climb follows from the state
+    assert not walk.climb(0) and walk.stage(0) == 2
+    with pytest.raises(UsageError, match="ladders: now 0, then 1"):
+        Batches(three, 2, 5, seed=3, state=climbed)

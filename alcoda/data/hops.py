@@ -1,0 +1,177 @@
+"""The corpus form ``hops``: pointer chasing, text whose answers need a known number of dependent steps.
+
+    hops: B C; A B; D A; C D? 2 A C? 1 D A? 3 B A? 1 C D
+
+A document is one cycle over all its nodes, as links "source target" in random order, then questions "hops start
+answer". One cycle, longer than the largest number of hops: with several, the answer is often the start itself, and the
+number of hops may be taken modulo a short one. No question is asked twice, and every node is asked from once before any
+is asked from again, so that an earlier answer seldom shortens a later one. A start stands right before its answer, as a
+source before its target: one hop is then what induction does, which a model learns first.
+
+Nodes are capital letters after a space, as numbers are: with the project's byte-level BPE each is one token, the same
+in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens. Best that is
+``seq_len``: each row of a batch is then one document (``mix_unit: row``). A row of several holds the same letters in
+several cycles, and a document that is cut leaves questions without their links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from alcoda.config import Config, NonNegativeFloat, NonNegativeInt, PositiveInt, validate
+from alcoda.data.corpora import Corpus, form
+from alcoda.data.shuffle import hashes
+from alcoda.errors import UsageError
+
+_FORMAT = 1
+"""Raised when the same options come to mean other text."""
+_KEY = 0x40B5
+_BLOCK = 256
+"""Documents that are drawn together; other sizes give other documents."""
+_NAMES = string.ascii_uppercase
+_LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\? \d{1,2} [A-Z] [A-Z])*)")
+_QUESTION = re.compile(rb"\? (\d+) ([A-Z])( [A-Z])")
+
+
+class HopsOptions(Config):
+    """The options of ``hops:name=value,name=value``."""
+
+    nodes: PositiveInt = Field(default=9, le=len(_NAMES))
+    """Nodes of a document, its links too; the first letters of the alphabet."""
+    hops: PositiveInt = 8
+    """The largest number of hops that is asked; less than nodes."""
+    queries: PositiveInt | None = None
+    """Questions of a document, all different; as many as nodes where not set."""
+    docs: PositiveInt = 20_000
+    """Documents."""
+    seed: NonNegativeInt = 0
+    """Of the documents."""
+    skew: NonNegativeFloat = 0.0
+    """The share of questions of h hops is as 1 / h^skew: 0 asks all alike, more asks few hops more often."""
+
+    @model_validator(mode="after")
+    def _no_way_round(self) -> Self:
+        if self.hops >= self.nodes:
+            raise ValueError(
+                f"hops={self.hops} with nodes={self.nodes}: as many hops as nodes lead back to the start, so hops is "
+                f"to be less than nodes; lower hops to {self.nodes - 1} or raise nodes"
+            )
+        if self.n_queries > self.nodes * self.hops:
+            raise ValueError(
+                f"queries={self.n_queries} with nodes={self.nodes} and hops={self.hops}: there are only "
+                f"{self.nodes * self.hops} different questions; lower queries"
+            )
+        return self
+
+    @property
+    def n_queries(self) -> int:
+        """Questions of a document."""
+        return self.queries or self.nodes
+
+
+@form("hops")
+class Hops(Corpus):
+    """Generated documents of pointer chasing; nothing is read."""
+
+    has_answers = True
+
+    def __init__(self, spec: str, rest: str) -> None:
+        super().__init__(spec, rest)
+        options = _parse(spec, rest)
+        try:
+            self.options = validate(HopsOptions, options, "it")
+        except UsageError as error:
+            raise UsageError(f"corpus {spec!r}: {error}") from None
+        self.name = self.form
+        # All are as long, but for numbers of two digits.
+        self.n_bytes = self.options.docs * len(_block(self.options, 0)[0])
+
+    def content_hash(self) -> str:
+        what = f"{self.form} {_FORMAT} {self.options.model_dump_json()}"
+        return hashlib.sha256(what.encode()).hexdigest()
+
+    def asked(self, document: bytes) -> list[tuple[int, int]]:
+        """The answers of the most hops: fewer are those of an earlier stage."""
+        return [(start, stop) for start, stop, hops in answers(document) if hops == self.options.hops]
+
+    def _documents(self, max_bytes: int | None) -> Iterator[str]:
+        for start in range(0, self.options.docs, _BLOCK):
+            yield from _block(self.options, start // _BLOCK)[: self.options.docs - start]
+
+
+def _parse(spec: str, rest: str) -> dict[str, int | float]:
+    found: dict[str, int | float] = {}
+    for part in rest.split(",") if rest else ():
+        name, equals, text = (piece.strip() for piece in part.partition("="))
+        if not name or not equals or name in found:
+            raise UsageError(
+                f"corpus {spec!r}: {part.strip()!r} is no option, or given twice; write options as "
+                "hops:nodes=9,hops=8,docs=20000"
+            )
+        try:
+            found[name] = int(text)
+        except ValueError:
+            try:
+                found[name] = float(text)
+            except ValueError:
+                raise UsageError(f"corpus {spec!r}: {name}={text} is no number") from None
+    return found
+
+
+def _block(options: HopsOptions, block: int) -> list[str]:
+    """Documents ``block * _BLOCK`` and on: made many at a time, because arrays of nine numbers are slow."""
+    n, n_hops, n_queries = options.nodes, options.hops, options.n_queries
+    n_rounds = -(-n_queries // n)
+    drawn_MX = hashes(_BLOCK * n * (2 + n_rounds + n_hops), _KEY, options.seed, block).reshape(_BLOCK, -1)
+    orders_MKN = np.argsort(drawn_MX[:, : -n * n_hops].reshape(_BLOCK, -1, n), axis=2, kind="stable")
+    cycle_MN, places_MN = orders_MKN[:, 0], np.argsort(orders_MKN[:, 0], axis=1)
+    shown_MN, starts_MQ = orders_MKN[:, 1], orders_MKN[:, 2:].reshape(_BLOCK, -1)[:, :n_queries]
+    # Of each start, the numbers of hops in a random order: clocks of these rates (the shares) ring one after another.
+    uniform_MNH = ((drawn_MX[:, -n * n_hops :] >> np.uint64(11)) * 2.0**-53).reshape(_BLOCK, n, n_hops)
+    clocks_MNH = -np.log1p(-uniform_MNH) * np.arange(1, n_hops + 1) ** options.skew
+    order_MNH = 1 + np.argsort(clocks_MNH, axis=2, kind="stable")
+    hops_MQ = order_MNH[np.arange(_BLOCK)[:, None], starts_MQ, np.arange(n_queries) // n]
+
+    def after(starts: np.ndarray, hops: np.ndarray | int) -> np.ndarray:
+        return np.take_along_axis(cycle_MN, (np.take_along_axis(places_MN, starts, 1) + hops) % n, 1)
+
+    links = zip(shown_MN.tolist(), after(shown_MN, 1).tolist(), strict=True)
+    asked = zip(starts_MQ.tolist(), hops_MQ.tolist(), after(starts_MQ, hops_MQ).tolist(), strict=True)
+    return [_text(*pair, *query) for pair, query in zip(links, asked, strict=True)]
+
+
+def _text(sources: list[int], targets: list[int], starts: list[int], hops: list[int], ends: list[int]) -> str:
+    links = (f" {_NAMES[a]} {_NAMES[b]}" for a, b in zip(sources, targets, strict=True))
+    asked = (f"? {h} {_NAMES[a]} {_NAMES[b]}" for a, h, b in zip(starts, hops, ends, strict=True))
+    return f"hops:{';'.join(links)}{''.join(asked)}"
+
+
+class Answer(NamedTuple):
+    """Where an answer stands: bytes ``start .. stop`` of the text, its space too (with BPE one token), and its hops."""
+
+    start: int
+    stop: int
+    hops: int
+
+
+def answers(text: str | bytes) -> list[Answer]:
+    """The answers in ``text`` in their order. Only those that the links of their document give; other text has none."""
+    raw = text.encode() if isinstance(text, str) else text
+    found = []
+    for document in _LINKS.finditer(raw):
+        target = {link[1:2]: link[3:4] for link in document[1].split(b";")}
+        for asked in _QUESTION.finditer(document[2]):
+            hops, node = int(asked[1]), asked[2]
+            for _ in range(hops):
+                node = target.get(node)
+            if node == asked[3].strip():
+                start, stop = asked.span(3)
+                found.append(Answer(document.start(2) + start, document.start(2) + stop, hops))
+    return found
