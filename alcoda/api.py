@@ -26,6 +26,7 @@ from alcoda.training.footprint import Footprint, footprint
 from alcoda.training.load import load_run, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
+from alcoda.training.pack import Packed, pack
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.run import RunFolder
 
@@ -38,6 +39,7 @@ __all__ = [
     "Ledger",
     "MatchResult",
     "ModelConfig",
+    "Packed",
     "PrefillsResult",
     "Recipe",
     "Sample",
@@ -51,6 +53,7 @@ __all__ = [
     "load_plugin",
     "load_recipe",
     "match",
+    "pack",
     "recipes",
     "samples",
     "train",

@@ -207,6 +207,31 @@ def generate(
 
 
 @app.command()
+def pack(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="The folder to write, a run like another.")],
+    checkpoint: Checkpoint = "best",
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
+    about: Annotated[
+        Path | None, typer.Option(help="A Markdown file for the model card: the data, what it is for, its limits.")
+    ] = None,
+    plugin: Plugin = None,
+    as_json: Json = False,
+) -> None:
+    """What inference needs of a run, to be handed on: weights in bf16, recipe, tokenizer, a model card."""
+    from alcoda import api
+
+    packed = api.pack(run, out, checkpoint, dtype, about)
+    if as_json:
+        print_json(packed.to_json())
+        return
+    typer.echo(
+        f"{packed.path}: {packed.params:,} parameters of step {packed.train_step}, {packed.weights_bytes / 1e6:.1f} MB "
+        f"of weights, {packed.total_bytes / 1e6:.1f} MB in all; its card is {packed.path / 'README.md'}"
+    )
+
+
+@app.command()
 def cost(
     recipes: Annotated[list[Path], typer.Argument(help="Recipes, or run folders.", metavar="RECIPE...")],
     overlays: With = None,

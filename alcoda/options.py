@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-Run = Annotated[Path, typer.Argument(help="A run folder (what alcoda train --out wrote).", metavar="RUN")]
+Run = Annotated[
+    Path, typer.Argument(help="A run folder (what alcoda train --out or alcoda pack wrote).", metavar="RUN")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(

@@ -99,11 +99,11 @@ class ProbeWeights:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's weights, by name, in fp32."""
+    """SHA-256 of a model's weights, by name, rounded to bf16: so that a model held in bf16, or packed, is the same."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -158,7 +158,8 @@ def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype
     """The model of a run folder.
 
     Args:
-        path: the folder that ``alcoda train --out`` wrote.
+        path: the folder that ``alcoda train --out`` or ``alcoda pack`` wrote, or the name of a model that comes with
+            the package.
         checkpoint: ``best`` (lowest validation loss), ``last``, or a checkpoint's name.
         device: ``auto``, ``cpu`` or ``cuda``.
         dtype: ``bfloat16``, ``float32``, or ``auto``: float32 for a run that asked for it, else bf16 where the hardware

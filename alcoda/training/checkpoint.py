@@ -31,7 +31,8 @@ from alcoda.model.lm import RecurrentLM
 from alcoda.training import shard
 from alcoda.training.processes import ALONE, Processes
 
-FORMAT, SHARDED = "alcoda-checkpoint-1", "alcoda-checkpoint-sharded-1"
+FORMAT, SHARDED, PACKED = "alcoda-checkpoint-1", "alcoda-checkpoint-sharded-1", "alcoda-weights-1"
+"""Of a model that one file holds; that processes hold in parts; and weights alone, without a train state."""
 WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8})")
 
@@ -70,6 +71,16 @@ def save(
                 manifest = {"format": kind, "train_step": train_step, **about, "files": files}
                 (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             held.close()  # here the folder gets its name
+    return path
+
+
+def save_weights(folder: Path, train_step: int, weights: dict[str, Tensor], about: dict[str, Any]) -> Path:
+    """Write ``folder/step_XXXXXXXX`` with weights alone: it can be read, and not gone on from."""
+    path = folder / f"step_{train_step:08d}"
+    with disk(path), whole_folder(path) as temporary:
+        _as_oserror(save_file, weights, temporary / WEIGHTS, metadata={"format": PACKED})
+        manifest = {"format": PACKED, "train_step": train_step, **about, "files": _about(temporary, WEIGHTS)}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return path
 
 
@@ -120,7 +131,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST).exists():
         raise RunError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, SHARDED):
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, SHARDED, PACKED):
         raise RunError(f"{path} is not a checkpoint of this project: its {MANIFEST} does not say {FORMAT}")
     for name, about in _files(path, manifest).items():
         file = path / name
@@ -134,16 +145,21 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _files(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     files = manifest.get("files")
     names = set(files) if isinstance(files, dict) else set()
-    weights = names - {TRAIN_STATE}
-    if TRAIN_STATE not in names or not weights or (manifest["format"] == FORMAT and weights != {WEIGHTS}):
-        raise RunError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {WEIGHTS} and {TRAIN_STATE}")
+    weights, has_state = names - {TRAIN_STATE}, manifest["format"] != PACKED
+    if (
+        (TRAIN_STATE in names) is not has_state
+        or not weights
+        or (manifest["format"] != SHARDED and weights != {WEIGHTS})
+    ):
+        listed = f"{WEIGHTS} and {TRAIN_STATE}" if has_state else WEIGHTS
+        raise RunError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {listed}")
     return manifest["files"]
 
 
 def digest(manifest: dict[str, Any]) -> str:
     """What tells the weights of a checkpoint apart: a hash of their file, or of the hashes of its shards."""
     hashes = [about["sha256"] for name, about in sorted(manifest["files"].items()) if name != TRAIN_STATE]
-    return hashes[0] if manifest["format"] == FORMAT else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return hashes[0] if manifest["format"] != SHARDED else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _way_out(path: Path) -> str:
@@ -239,6 +255,11 @@ def load_train_state(path: Path, optimizers: Sequence[Optimizer] = (), processes
         optimizers: those that the state is for, which may hold theirs in parts; none: it comes whole.
     """
     with processes.together():
+        if check(path)["format"] == PACKED:
+            raise UsageError(
+                f"{path} is packed, weights without a train state: begin a new run from it (--init), or resume the run "
+                "that it was packed from"
+            )
         state = _read(path, TRAIN_STATE, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     if check(path)["format"] == SHARDED:
         tensors = _shards(path, shard.OPTIMIZERS, processes, lambda *about: shard.held(optimizers, *about))

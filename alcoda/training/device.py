@@ -32,14 +32,16 @@ def has_fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto``: bfloat16 where the hardware has it, else float32."""
     if name == "auto":
         name = "bfloat16" if has_fast_bf16(device) else "float32"
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if name not in dtypes:
-        raise UsageError(f"unknown dtype {name!r}. Allowed: auto, {', '.join(dtypes)}")
-    return dtypes[name]
+    if name not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}. Allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

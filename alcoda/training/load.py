@@ -78,10 +78,10 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     ``dtype`` auto is float32 for a run that asked for it, else bf16 where the hardware multiplies in it.
 
     Raises:
-        UsageError: no run there, or no such checkpoint.
+        UsageError: no run there (nor one of that name in the package), or no such checkpoint.
         RunError: a damaged checkpoint, or a tokenizer that is not the one it was trained with.
     """
-    run = RunFolder(path).check()
+    run = RunFolder.find(path)
     recipe = run.recipe()
     where = pick_checkpoint(run, which)
     manifest = checkpoint.check(where)

@@ -63,6 +63,15 @@ RUN_FILES = (
 """All that alcoda writes into a run folder."""
 
 
+SHIPPED = Path(__file__).parents[1] / "shipped"
+"""Packed runs that come with the package, a folder each."""
+
+
+def shipped() -> list[str]:
+    """Their names."""
+    return sorted(path.name for path in SHIPPED.iterdir() if RunFolder(path).exists) if SHIPPED.is_dir() else []
+
+
 class RunFolder:
     """Paths and records of one run."""
 
@@ -83,10 +92,18 @@ class RunFolder:
         """Whether a run was begun here."""
         return self.recipe_yaml.exists()
 
+    @classmethod
+    def find(cls, path: str | Path) -> RunFolder:
+        """The run in the folder ``path``, or the one of that name that comes with the package; UsageError otherwise."""
+        if not Path(path).exists() and str(path) in shipped():
+            return cls(SHIPPED / str(path)).check()
+        return cls(path).check()
+
     def check(self) -> RunFolder:
         """The folder, if a run is in it; UsageError otherwise."""
         if not self.path.exists():
-            raise UsageError(f"there is no run at {self.path}: give the folder that alcoda train wrote (--out)")
+            names = f", or the name of a model that comes with alcoda ({', '.join(shipped())})" if shipped() else ""
+            raise UsageError(f"there is no run at {self.path}: give the folder that alcoda train wrote (--out){names}")
         if not self.exists:
             raise UsageError(
                 f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out)"

@@ -36,7 +36,7 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
     """
     if recipe.init_from is None:
         return {}
-    source = RunFolder(recipe.init_from.run).check()
+    source = RunFolder.find(recipe.init_from.run)
     where = pick_checkpoint(source, recipe.init_from.checkpoint)
     what = f"init_from {source.path} ({where.name})"
     manifest = checkpoint.check(where)
