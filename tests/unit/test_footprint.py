@@ -167,8 +167,8 @@ def saved_bytes(recipe: Recipe, n_loops: int, n_grad: int, of_weights: bool = Fa
     def pack(x: torch.Tensor) -> torch.Tensor:
         pointer = x.untyped_storage().data_ptr()
         if pointer not in weights and (tuple(x.shape) in shapes) == of_weights:
-            saved.setdefault(pointer, x)  # held, so that no other takes its place
-        return x
+            saved.setdefault(pointer, x.detach())  # held, so that no other takes its place
+        return x.detach()  # not x: a node that keeps its own output would keep itself
 
     ids = torch.randint(0, recipe.model.vocab_size, (recipe.train.batch_size, recipe.model.seq_len))
     plan = LoopPlan(n_loops - n_grad, n_grad, None, 0.3)
