@@ -170,6 +170,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["model.memory.residual=false", "model.memory.beta=0.1"],
         r"memory\.beta is a term of the residual injection: set residual to true, or beta to null",
     ),
+    "gamma": (
+        ["model.memory.residual=false", "model.memory.gamma=0.2"],
+        r"memory\.gamma is a weight of the residual injection: set residual to true, or leave it out",
+    ),
     "no lag": (["model.memory.lag=0"], r"lag: input should be greater than or equal to 1 \(got 0\)"),
     "subsets": (
         ["passes.kind=interleaved", "passes.subsets=17"],
