@@ -174,7 +174,7 @@ class PrevToken(Memory):
         if self.beta is not None and not self.residual:
             raise ValueError("memory.beta is a term of the residual injection: set residual to true, or beta to null")
         if not self.residual and self.gamma != type(self).model_fields["gamma"].default:
-            raise ValueError("memory.gamma is a weight of the residual injection: set residual to true, or leave it out")
+            raise ValueError("memory.gamma is a weight of the residual injection: set residual to true, or remove it")
         if self.source is not None and self.source not in (allowed := _sources(n_prelude, n_core, n_coda)):
             raise ValueError(f"memory.source {self.source!r}{did_you_mean(self.source, allowed)}")
         if self.lag + self.mean_of > seq_len:

@@ -172,7 +172,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "gamma": (
         ["model.memory.residual=false", "model.memory.gamma=0.2"],
-        r"memory\.gamma is a weight of the residual injection: set residual to true, or leave it out",
+        r"memory\.gamma is a weight of the residual injection: set residual to true, or remove it",
     ),
     "no lag": (["model.memory.lag=0"], r"lag: input should be greater than or equal to 1 \(got 0\)"),
     "subsets": (
