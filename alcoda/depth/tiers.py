@@ -111,7 +111,7 @@ class Tiers(Config):
             return validate(cls, read_json(path), path.name)
         except UsageError as error:
             raise RunError(
-                f"{path} is damaged or of another version: {error}. Calibrate anew: {recipe(path)}"
+                f"{path} is damaged or of another version: {error}. Calibrate anew: {command(path)}"
             ) from None
 
     def check(self, path: Path, model: str, tokenizer: str) -> Tiers:
@@ -120,7 +120,7 @@ class Tiers(Config):
         if other is not None:
             raise UsageError(
                 f"{path}: these exits were calibrated with {other} other than this model's (train step "
-                f"{self.train_step:,}), and their thresholds say nothing about it. Calibrate it: {recipe(path)}"
+                f"{self.train_step:,}), and their thresholds say nothing about it. Calibrate it: {command(path)}"
             )
         return self
 
@@ -132,7 +132,7 @@ class Tiers(Config):
         return found
 
 
-def recipe(path: Path) -> str:
+def command(path: Path) -> str:
     """The command that writes ``path``."""
     return f"alcoda calibrate {path.parent}"
 

@@ -155,7 +155,7 @@ def _imitated(run: LoadedRun, own: ExitRule, to: str, n_loops: int) -> ExitRule:
     other = run.exit(to, n_loops).rule
     if not isinstance(other, Scored) or other.kind == own.kind:
         raise UsageError(
-            f"--to {to} with exit {own.kind!r}: name another rule that has a threshold, as kl; or leave it out"
+            f"--to {to} with exit {own.kind!r}: name another rule with a threshold, as kl; or leave it out"
         )
     return other
 

@@ -11,7 +11,8 @@ import numpy as np
 from alcoda.depth.rules import ArgmaxStable, ExitRule, Scored
 from alcoda.errors import UsageError
 
-RUNGS = 128
+RUNGS = 256
+"""Settings to choose from, between which equal shares of all scores lie; bisection reads the text 8 times."""
 
 
 def adjustable(rule: ExitRule) -> ExitRule:
@@ -34,9 +35,11 @@ def ladder(rule: ExitRule, scores_NR: np.ndarray, shape_R: np.ndarray | None = N
     here_R = shape_R[: n_loops - 1] > 0  # after the last loop all leave
     ratios = scores_NR[:, : n_loops - 1][:, here_R].astype(np.float64) / shape_R[: n_loops - 1][here_R]
     ratios = ratios[np.isfinite(ratios) & (ratios > 0)]
-    # Where no score tells tokens apart, any threshold lets the same ones leave.
-    scales = np.quantile(ratios, np.linspace(0, 1, RUNGS)) if len(ratios) else np.ones(1)
-    scales = np.unique(np.concatenate([scales[:1] / 2, scales[:-1], scales[-1:] * 2]))
+    if len(ratios):
+        scales = np.quantile(ratios, np.linspace(0, 1, RUNGS))
+        scales = np.unique(np.concatenate([scales[:1] / 2, scales[:-1], scales[-1:] * 2]))
+    else:  # no score tells tokens apart: any threshold lets the same ones leave
+        scales = np.ones(1)
     return [rule.model_copy(update={"threshold": _plain(scale * shape_R)}) for scale in scales.tolist()]
 
 

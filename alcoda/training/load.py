@@ -12,7 +12,7 @@ import torch
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.record import fingerprint
 from alcoda.depth.rules import ExitRule, Probe, read_rule, rules
-from alcoda.depth.tiers import Tiers, recipe, unknown
+from alcoda.depth.tiers import Tiers, command, unknown
 from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.files import sha256
@@ -108,7 +108,7 @@ class LoadedRun:
         path = self.run.exits_json
         if not path.is_file():
             raise UsageError(
-                f"{unknown(name, [])}. Or is it a calibrated tier? {self.run.path} has none: {recipe(path)} makes them"
+                f"{unknown(name, [])}. Or is it a calibrated tier? {self.run.path} has none: {command(path)} makes them"
             )
         tiers = Tiers.load(path)
         tier = tiers.tier(name)
@@ -118,11 +118,12 @@ class LoadedRun:
         if loops not in (None, tiers.n_loops):
             raise UsageError(
                 f"loops={loops}: tier {name!r} was calibrated at {tiers.n_loops} loops; leave loops out, or run "
-                f"{recipe(path)} --loops {loops}"
+                f"{command(path)} --loops {loops}"
             )
         if tier.probe is not None and (not self.run.probe.is_file() or sha256(self.run.probe) != tier.probe):
             raise UsageError(
-                f"{self.run.probe} is not the probe that tier {name!r} was calibrated with: {recipe(path)} --rule probe"
+                f"{self.run.probe} is not the probe that tier {name!r} was calibrated with; calibrate anew: "
+                f"{command(path)} --rule probe"
             )
         return Exit(tier.rule, self._at_work(tier.rule, tiers.n_loops), name)
 

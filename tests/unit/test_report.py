@@ -96,7 +96,7 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
         return f'<svg role="img" aria-label="{esc(label)}"></svg>'
 
     monkeypatch.setattr("alcoda.report.curves.draw", blank)
-    for module in ("figures", "positions", "prefills"):
+    for module in ("figures", "frontier", "positions", "prefills"):
         monkeypatch.setattr(f"alcoda.report.{module}.draw", blank)
 
 
