@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,14 +96,12 @@ def _curve(data: Fields) -> Curve:
 
 
 def _point(data: Fields, loops: str) -> Point:
-    numbers = (data.number(key) for key in (loops, "bits_per_byte", "low", "high", "flops_per_token"))
+    point = Point(*(data.number(key) for key in (loops, "bits_per_byte", "low", "high", "flops_per_token")))
     if loops == "loops":
-        return Point(*numbers)
-    saved = (data.child(key) for key in ("at_equal_loops", "at_equal_flops", "over_sufficient"))
-    equal_loops, equal_flops, sufficient = (
-        Saved(*(one.number(key) for key in ("bits_per_byte", "low", "high"))) for one in saved
-    )
-    return Point(*numbers, equal_loops, equal_flops, sufficient)
+        return point
+    differences = (data.child(key) for key in ("at_equal_loops", "at_equal_flops", "over_sufficient"))
+    saved = [Saved(*(one.number(key) for key in ("bits_per_byte", "low", "high"))) for one in differences]
+    return replace(point, equal_loops=saved[0], equal_flops=saved[1], sufficient=saved[2])
 
 
 def exits(runs: Sequence[Run]) -> str:

