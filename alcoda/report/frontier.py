@@ -96,7 +96,8 @@ def _curve(data: Fields) -> Curve:
 
 
 def _point(data: Fields, loops: str) -> Point:
-    point = Point(*(data.number(key) for key in (loops, "bits_per_byte", "low", "high", "flops_per_token")))
+    ends = data.number("low"), data.number("high")
+    point = Point(data.number(loops), data.number("bits_per_byte"), *ends, data.number("flops_per_token"))
     if loops == "loops":
         return point
     differences = (data.child(key) for key in ("at_equal_loops", "at_equal_flops", "over_sufficient"))
