@@ -84,6 +84,11 @@ def calibrate(
     if not as_json:
         print_tiers(found)
         for one in found.tiers:
+            if one.uniform_held_out.flops_per_token <= one.held_out.flops_per_token and one.tolerance:
+                say(
+                    f"{one.name}: no saving. All tokens at --loops {one.uniform_loops} are within {one.tolerance:.2%} too, "
+                    f"for {one.uniform_held_out.flops_per_token / one.held_out.flops_per_token:.0%} of its FLOPs"
+                )
             if one.held_out.excess > one.tolerance:
                 say(
                     f"{one.name}: on {held_out} it loses {one.held_out.excess:.3%}, more than the {one.tolerance:.2%} "

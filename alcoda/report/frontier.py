@@ -129,11 +129,12 @@ def exits(runs: Sequence[Run]) -> str:
             )
         if found.note:
             parts.append(note(found.note))
+        drawn = []
         for key, what in (("loops", "mean loops a token"), ("flops_per_token", "executed FLOPs a token")):
             svg = frontier_figure(run, found, key, what, f"frontier {key} {i}")
             title, caption = f"Bits per byte against {what}", "Lower and further left is better."
-            parts.append(figure(svg, title, caption) if svg else "")
-        parts.append(_table(found))
+            drawn += [figure(svg, title, caption)] if svg else []
+        parts += ['<div class="grid">\n' + "\n".join(drawn) + "\n</div>" if drawn else "", _table(found)]
     return section("exits", "Exits", *parts)
 
 
