@@ -85,9 +85,10 @@ def calibrate(
         print_tiers(found)
         for one in found.tiers:
             if one.uniform_held_out.flops_per_token <= one.held_out.flops_per_token and one.tolerance:
+                share = one.uniform_held_out.flops_per_token / one.held_out.flops_per_token
                 say(
-                    f"{one.name}: no saving. All tokens at --loops {one.uniform_loops} are within {one.tolerance:.2%} too, "
-                    f"for {one.uniform_held_out.flops_per_token / one.held_out.flops_per_token:.0%} of its FLOPs"
+                    f"{one.name}: no saving. All tokens at --loops {one.uniform_loops} keep within {one.tolerance:.2%} on "
+                    f"{data} too, for {share:.0%} of its FLOPs"
                 )
             if one.held_out.excess > one.tolerance:
                 say(
