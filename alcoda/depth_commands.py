@@ -87,8 +87,8 @@ def calibrate(
             if one.uniform_held_out.flops_per_token <= one.held_out.flops_per_token and one.tolerance:
                 share = one.uniform_held_out.flops_per_token / one.held_out.flops_per_token
                 say(
-                    f"{one.name}: no saving. All tokens at --loops {one.uniform_loops} keep within {one.tolerance:.2%} on "
-                    f"{data} too, for {share:.0%} of its FLOPs"
+                    f"{one.name}: no saving. All tokens at --loops {one.uniform_loops} keep within {one.tolerance:.2%} "
+                    f"on {data} too, for {share:.0%} of its FLOPs"
                 )
             if one.held_out.excess > one.tolerance:
                 say(
