@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from alcoda.depth.rules import ExitRule
+from alcoda.depth.tiers import Tiers
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError
 from alcoda.files import disk, read_json, write_json
 from alcoda.laws.run import LawReport, check_laws
+from alcoda.measure.calibrate import calibrate as _calibrate
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
+from alcoda.measure.exits import ExitResult
+from alcoda.measure.exits import evaluate_exit as _evaluate_exit
+from alcoda.measure.frontier import MAX_TOKENS, FrontierResult
+from alcoda.measure.frontier import frontier as _frontier
 from alcoda.measure.prefills import PrefillsResult
 from alcoda.measure.prefills import evaluate_prefills as _evaluate_prefills
+from alcoda.measure.probe import ProbeResult
+from alcoda.measure.probe import fit_probe as _fit_probe
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
 from alcoda.model.prefill import Prefill
@@ -23,7 +32,7 @@ from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
 from alcoda.training.footprint import Footprint, footprint
-from alcoda.training.load import load_run, pick_checkpoint
+from alcoda.training.load import LoadedRun, load_run, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
 from alcoda.training.pack import Packed, pack
@@ -34,21 +43,29 @@ __all__ = [
     "LM",
     "Catalogue",
     "EvalResult",
+    "ExitResult",
     "Footprint",
+    "FrontierResult",
     "LawReport",
     "Ledger",
     "MatchResult",
     "ModelConfig",
     "Packed",
     "PrefillsResult",
+    "ProbeResult",
     "Recipe",
     "Sample",
+    "Tiers",
     "TrainResult",
+    "calibrate",
     "check_laws",
     "cost",
     "evaluate",
+    "evaluate_exit",
     "evaluate_prefills",
+    "fit_probe",
     "footprint",
+    "frontier",
     "load",
     "load_plugin",
     "load_recipe",
@@ -111,9 +128,8 @@ def evaluate(
         batch_size: rows scored at a time; None: 8, or 64 where they are read token by token.
         max_tokens: score at most so many tokens of each source.
     """
-    loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
     return _evaluate(
-        loaded,
+        _loaded(run, checkpoint),
         loops,
         data,
         prefill=prefill,
@@ -144,9 +160,8 @@ def evaluate_prefills(
         chunk_tokens: each reads in chunks of so many tokens; None: all at once.
         batch_size: rows read at a time; None: 64.
     """
-    loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
     return _evaluate_prefills(
-        loaded,
+        _loaded(run, checkpoint),
         loops,
         data,
         choices=prefills,
@@ -154,6 +169,129 @@ def evaluate_prefills(
         batch_size=batch_size,
         max_tokens=max_tokens,
     )
+
+
+def evaluate_exit(
+    run: str | Path | LM,
+    exit: ExitRule | str,
+    loops: int | None = None,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> ExitResult:
+    """Bits per byte, loops and executed FLOPs of a text whose tokens leave the loop early, as decoding would have them.
+
+    Args:
+        run, data, checkpoint, batch_size, max_tokens: as of `evaluate`.
+        exit: a rule, its name (``state:0.01``), or a tier that `calibrate` chose (``balanced``).
+        loops: that run at most; the tier's, or the model's, where None.
+    """
+    return _evaluate_exit(_loaded(run, checkpoint), exit, loops, data, batch_size=batch_size, max_tokens=max_tokens)
+
+
+def fit_probe(
+    run: str | Path | LM,
+    label: str = "argmax_changes",
+    delta: float = 0.01,
+    loops: int | None = None,
+    data: str = "probe",
+    *,
+    checkpoint: str = "best",
+    out: str | Path | None = None,
+    max_tokens: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+) -> ProbeResult:
+    """Fit the probe of exit rule ``probe`` and save it as the run's ``probe.safetensors`` (or at ``out``).
+
+    Args:
+        run, data, checkpoint, max_tokens, batch_size: as of `evaluate`.
+        label: ``argmax_changes`` in a later loop, or ``loss_falls``: a later loop lowers the loss by ``delta`` nats.
+        loops: the deepest that is looked at; the model's where None.
+        seed: of which tokens are used, where the states of all are too many.
+    """
+    return _fit_probe(
+        _loaded(run, checkpoint),
+        label,
+        delta,
+        loops,
+        data,
+        out=None if out is None else Path(out),
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
+def calibrate(
+    run: str | Path | LM,
+    rule: ExitRule | str = "state",
+    to: str | None = None,
+    tolerances: Mapping[str, float] | None = None,
+    loops: int | None = None,
+    data: str = "calib",
+    held_out: str = "valid",
+    *,
+    checkpoint: str = "best",
+    max_tokens: int | None = None,
+    batch_size: int | None = None,
+) -> Tiers:
+    """Choose thresholds that keep the loss within tolerances of that of all loops, and save them as the run's tiers.
+
+    Args:
+        run, checkpoint, max_tokens, batch_size: as of `evaluate`.
+        rule: whose thresholds.
+        to: a dear rule to imitate (``kl``), with a threshold a loop; None: one threshold.
+        tolerances: by the name of the tier, relative to the loss; fast 2%, balanced 0.5% and exact 0 where None.
+        loops: that run at most; the model's where None.
+        data, held_out: what they are chosen on, and what they are checked on.
+    """
+    loaded = _loaded(run, checkpoint)
+    found = _calibrate(
+        loaded, rule, to, tolerances, loops, data, held_out, max_tokens=max_tokens, batch_size=batch_size
+    )
+    found.save(loaded.run.exits_json)
+    return found
+
+
+def frontier(
+    run: str | Path | LM,
+    rules: Sequence[str] = (),
+    loops: int | None = None,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    points: int = 6,
+    tolerance: float = 0.005,
+    max_tokens: int | None = MAX_TOKENS,
+    batch_size: int | None = None,
+) -> FrontierResult:
+    """Loss against mean loops and executed FLOPs: all tokens at each depth, and every exit rule, rule's cost included.
+
+    Args:
+        run, data, checkpoint, batch_size: as of `evaluate`.
+        rules: names; where empty, all that the model can be left by, and the run's probe.
+        loops: the deepest; the model's where None.
+        points: settings of each rule.
+        tolerance: of the loss, relative to the deepest: what makes a smaller depth sufficient.
+        max_tokens: of each source at most; None: all.
+    """
+    return _frontier(
+        _loaded(run, checkpoint),
+        rules,
+        loops,
+        data,
+        points=points,
+        tolerance=tolerance,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+    )
+
+
+def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:
+    return run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
 
 
 def samples(
@@ -213,6 +351,11 @@ def keep_scores(run: RunFolder, scores: dict[str, Any]) -> None:
 def keep_prefills(run: str | Path, found: PrefillsResult) -> None:
     """Write ``prefills.json``, which the report shows."""
     write_json(RunFolder(run).prefills_json, found.to_json())
+
+
+def keep_frontier(run: str | Path, found: FrontierResult) -> None:
+    """Write ``frontier.json``, which the report shows."""
+    write_json(RunFolder(run).frontier_json, found.to_json())
 
 
 def measure_missing(run: RunFolder, prompts: Sequence[str] = DEFAULT_PROMPTS) -> None:

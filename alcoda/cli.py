@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import launch
+from alcoda import depth_commands, launch
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
+    print_exit,
     print_footprint,
     print_json,
     print_ledger,
@@ -120,6 +121,15 @@ def evaluate(
     chunk: Annotated[
         int | None, typer.Option(help="It reads in chunks of so many tokens. Default: rows whole.")
     ] = None,
+    leave: Annotated[
+        str | None,
+        typer.Option(
+            "--exit",
+            help="When tokens leave the loop, at --loops at the latest: state:0.01, kl:1e-3, ..., or a tier that "
+            "alcoda calibrate chose: fast, balanced, exact.",
+            metavar="RULE",
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Rows scored at a time. Default: 8, or 64 where rows are read token by token.", min=1),
@@ -136,7 +146,16 @@ def evaluate(
     if prefill is not None and prefill not in (names := [*prefills(), "all"]):
         raise UsageError(f"--prefill {prefill!r}{did_you_mean(prefill, names)}")
     how: Any = {"checkpoint": checkpoint, "chunk_tokens": chunk, "batch_size": batch_size, "max_tokens": max_tokens}
-    if prefill == "all":
+    if leave is not None:
+        if len(depths) > 1 or prefill not in (None, "exact") or chunk is not None:
+            raise UsageError(
+                "--exit goes with one depth in --loops (no token runs more), and without --prefill and --chunk: with "
+                "exits a text is read exactly"
+            )
+        del how["chunk_tokens"]
+        result = api.evaluate_exit(run, leave, depths[0] if depths else None, data, **how)
+        show = print_exit
+    elif prefill == "all":
         if len(depths) > 1:
             raise UsageError(f"--loops {loops} with --prefill all: prefills are compared at one depth; give one")
         result = api.evaluate_prefills(run, depths[0] if depths else None, data, **how)
@@ -176,7 +195,8 @@ def generate(
         typer.Option(
             "--exit",
             help="When a token leaves the loop before --loops: RULE:THRESHOLD, for example state:0.01 or kl:1e-3; "
-            "fixed:LOOPS, argmax_stable:LOOPS, trace:FILE. See docs/design/axes/exit.md.",
+            "fixed:LOOPS, argmax_stable:LOOPS, trace:FILE; or a tier that alcoda calibrate chose: fast, balanced, "
+            "exact. See docs/exits.md.",
             metavar="RULE",
         ),
     ] = None,
@@ -373,6 +393,11 @@ def quickstart(
     from alcoda.quickstart import quickstart as main_job
 
     print_json(main_job(out, fresh, settings or ()))
+
+
+app.command()(depth_commands.probe)
+app.command()(depth_commands.calibrate)
+app.command()(depth_commands.frontier)
 
 
 @app.command()

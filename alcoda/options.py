@@ -45,5 +45,6 @@ With = Annotated[
         "--with", help="An overlay: a YAML file with a part of a recipe, put over it. Repeatable.", metavar="OVERLAY"
     ),
 ]
+MaxTokens = Annotated[str, typer.Option("--tokens", help="Of each source at most: 20000, 20k, all.", metavar="NUMBER")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]

@@ -87,6 +87,90 @@ def print_prefills(result: Any) -> None:
     )
 
 
+def print_exit(result: Any) -> None:
+    """An `ExitResult` as a table, and the depths of tokens in a line."""
+    of_all = result.flops_per_token / result.deepest_flops_per_token
+    row = [
+        exit_words(result.exit),
+        f"{result.bits_per_byte:.4f} [{result.low:.4f}, {result.high:.4f}]",
+        signed(result.gap, result.gap_low, result.gap_high),
+        f"{result.excess:+.2%}",
+        f"{result.mean_loops:.2f} of {result.n_loops}",
+        f"{flops(result.flops_per_token)} ({of_all:.0%})",
+    ]
+    head = ["exit", "bits/byte, 95%", f"gap to {result.n_loops} loops", "of the loss", "mean loops", "FLOPs/token"]
+    print_table(head, [row])
+    n_tokens = sum(result.depths.values())
+    print("tokens by loops: " + ", ".join(f"{loop}: {n / n_tokens:.1%}" for loop, n in result.depths.items() if n))
+
+
+def print_probe(result: Any) -> None:
+    """A `ProbeResult` as a table by loop, and the whole in a line."""
+    rows = [[str(one.loop), f"{one.share:.3f}", "" if one.auc is None else f"{one.auc:.3f}"] for one in result.by_loop]
+    print_table(["after loop", f"{result.label}: share", "AUC"], rows)
+    area = "" if result.auc is None else f"AUC {result.auc:.3f}, "
+    print(
+        f"held out, {result.n_held_out:,} states: {area}accuracy {result.accuracy:.3f} (always the likelier: "
+        f"{max(result.share, 1 - result.share):.3f}), {result.loss:.4f} nats (the share alone: "
+        f"{result.base_loss:.4f}), calibration error {result.calibration_error:.4f}"
+    )
+
+
+def print_tiers(result: Any) -> None:
+    """`Tiers` as a table."""
+    rows = []
+    for tier in result.tiers:
+        held, uniform, covers = tier.held_out, tier.uniform_held_out, tier.coverage
+        rows.append(
+            [
+                tier.name,
+                f"{tier.tolerance:.2%}",
+                exit_words(tier.rule.model_dump()),
+                f"{tier.calib.excess:+.3%}",
+                f"{held.excess:+.3%} [{held.excess_low:+.3%}, {held.excess_high:+.3%}]",
+                f"{held.mean_loops:.2f}",
+                f"{held.flops_per_token / result.flops_per_token:.0%}",
+                f"{tier.uniform_loops} ({uniform.excess:+.3%}, {uniform.flops_per_token / result.flops_per_token:.0%})",
+                "" if covers is None else f"{covers.before:.0%}, {covers.same:.0%}, {covers.after:.0%}",
+            ]
+        )
+    head = ["tier", "tolerance", "rule", f"loss on {result.data}", f"on {result.held_out_data}, 95%", "mean loops"]
+    head += ["FLOPs", "smallest uniform depth", f"before, at, after {result.imitates or 'the other'}"]
+    print_table(head, rows, f"against all tokens at {result.n_loops} loops", n_left=3)
+
+
+def print_frontier(result: Any) -> None:
+    """A `FrontierResult` as a table."""
+    deepest = result.uniform[-1].flops_per_token
+
+    def cells(point: Any) -> list[str]:
+        return [f"{point.bits_per_byte:.4f}", f"{point.excess:+.2%}", f"{point.flops_per_token / deepest:.0%}"]
+
+    rows = [["uniform", str(one.loops), *cells(one), "", "", ""] for one in result.uniform]
+    for curve in result.curves:
+        name = f"{curve.rule}, readout-only" if curve.is_upper_bound else curve.rule
+        for i, point in enumerate(curve.points):
+            against = (point.at_equal_loops, point.at_equal_flops, point.over_sufficient)
+            saved = [signed(one.bits_per_byte, one.low, one.high) for one in against]
+            mark = " *" if i == curve.best else ""
+            rows.append([name + mark, f"{point.mean_loops:.2f}", *cells(point), *saved])
+    head = ["", "loops", "bits/byte", "of the loss", "FLOPs", "saved at equal loops", "at equal FLOPs"]
+    print_table([*head, f"against {result.sufficient_loops} loops"], rows)
+    print(
+        f"* the fewest loops within {result.tolerance:.2%} of the loss of {result.n_loops}; all tokens at "
+        f"{result.sufficient_loops} are within it too. Saved: bits per byte, 95%. Readout-only is an upper bound"
+    )
+    for name, why in result.left_out.items():
+        say(f"without {name}: {why}")
+
+
+def exit_words(rule: Mapping[str, Any]) -> str:
+    """An exit rule with what is set of it."""
+    own = {name: value for name, value in rule.items() if name in ("threshold", "loops") and value is not None}
+    words = [" ".join(f"{x:.3g}" for x in v) if isinstance(v, list | tuple) else f"{v:.3g}" for v in own.values()]
+    return f"{rule['kind']}:{words[0]}" if words else str(rule["kind"])
+
+
 def signed(value: float, low: float, high: float) -> str:
     """A difference with its interval."""
     return f"{value:+.4f} [{low:+.4f}, {high:+.4f}]"

@@ -28,7 +28,7 @@ from alcoda.depth.watch import (
 )
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.model.config import ModelConfig
-from alcoda.model.cost import readout_flops
+from alcoda.model.cost import ledger, readout_flops
 from alcoda.model.lm import RecurrentLM
 
 
@@ -86,6 +86,16 @@ class ExitRule(Choice, axis="exit"):
     def flops(self, config: ModelConfig) -> int:
         """Of looking at one token after one loop; coda and head included where it needs them."""
         return readout_flops(config) if self.needs_logits else 0
+
+    def executed_flops(self, config: ModelConfig, n_loops: int) -> tuple[float, ...]:
+        """Of a token that runs 1, 2, ... ``n_loops`` loops, its read-out and all that the rule looked at included.
+
+        After the last loop nothing is to be decided; a rule that looks at logits looks there at those that are the
+        token's own.
+        """
+        looks = [d - 1 if self.needs_logits else min(d, n_loops - 1) for d in range(1, n_loops + 1)]
+        own = self.flops(config)
+        return tuple(ledger(config, i + 1).forward_flops_per_token + n * own for i, n in enumerate(looks))
 
 
 class Watching(ExitRule):

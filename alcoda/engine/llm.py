@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alcoda.depth.rules import ExitRule, read_rule
+from alcoda.depth.rules import ExitRule
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
@@ -107,19 +107,20 @@ class LM:
             seed: of the draws; the same seed gives the same text.
             prefill: how a model with a memory reads the prompt: interleaved (as in training; where None), exact,
                 iterated, zero, or a `Prefill`. What follows is read token by token. With ``exit``, all of it exactly.
-            exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md).
+            exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md),
+                or a tier that ``alcoda calibrate`` chose: ``"balanced"``.
             threshold: of a rule that is named; one for each loop, or one for all.
             depths: as `alcoda.engine.decode.decode`.
 
         Raises:
             UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
         """
-        loops = self._loops(loops)
         if threshold is not None and not isinstance(exit, str):
             raise UsageError(
                 f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
             )
-        rule = read_rule(exit, threshold) if isinstance(exit, str) else exit
+        rule = self.loaded.exit(exit, loops, threshold).test if isinstance(exit, str) else exit
+        loops = self._loops(rule.n_loops if loops is None and isinstance(rule, ExitTest) else loops)
         # Training documents begin with end-of-text: it is what the first token is predicted from.
         ids = [self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist()]
         tokens = decode(

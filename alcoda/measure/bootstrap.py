@@ -35,7 +35,15 @@ def ratio_interval(
     aimed at. The same seed and number of units draw the same resamples. Memory does not grow with ``n_resamples``
     beyond one number each. Raises `UsageError` for fewer than two units, and for numbers that make no sense.
     """
-    nats_N, bytes_N = _checked(nats_N, bytes_N, level, n_resamples)
+    return Interval(*(end / math.log(2) for end in mean_interval(nats_N, bytes_N, level, n_resamples, seed)))
+
+
+def mean_interval(
+    sums_N: np.ndarray, counts_N: np.ndarray, level: float = 0.95, n_resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """``sum(sums) / sum(counts)`` of all units, for example loops a token, with its percentile interval; the rest as
+    `ratio_interval`."""
+    nats_N, bytes_N = _checked(sums_N, counts_N, level, n_resamples)
     n = len(nats_N)
     rng = np.random.default_rng(seed)
     weight = np.full(n, 1 / n)
@@ -48,8 +56,8 @@ def ratio_interval(
         # Units may be empty; a resample of only those has no ratio and is left out.
         ratios.append(nats_R[bytes_R > 0] / bytes_R[bytes_R > 0])
     tail = (1 - level) / 2
-    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail]) / math.log(2)
-    return Interval(float(nats_N.sum() / bytes_N.sum() / math.log(2)), float(low), float(high))
+    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
+    return Interval(float(nats_N.sum() / bytes_N.sum()), float(low), float(high))
 
 
 def paired_gain(

@@ -9,13 +9,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import inside, prefills, record, results
+from alcoda.report import frontier, inside, prefills, record, results
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
 
 _PARTS = {
     "training": "Training",
     "depth": "Depth",
+    "exits": "Exits",
     "prefill": "Prefill",
     "loops": "Loops",
     "cost": "Cost",
@@ -54,7 +55,11 @@ def render(runs: Sequence[Run]) -> str:
     style = files("alcoda.report").joinpath("page.css").read_text(encoding="utf-8")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     # Parts that not every run has.
-    there = {"loops": any(run.inside for run in runs), "prefill": any(run.prefills for run in runs)}
+    there = {
+        "exits": any(run.frontier for run in runs),
+        "loops": any(run.inside for run in runs),
+        "prefill": any(run.prefills for run in runs),
+    }
     parts = {key: name for key, name in _PARTS.items() if there.get(key, True)}
     links = "\n".join(f'<a href="#{key}">{name}</a>' for key, name in parts.items())
     body = [
@@ -62,6 +67,7 @@ def render(runs: Sequence[Run]) -> str:
         f'<nav aria-label="Sections">\n{links}\n</nav>',
         results.training(runs),
         results.depth(runs),
+        *([frontier.exits(runs)] if there["exits"] else []),
         *([prefills.prefill(runs)] if there["prefill"] else []),
         *([inside.loops(runs)] if there["loops"] else []),
         results.cost(runs),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from alcoda.data.tokenizer import Tokenizer
+from alcoda.depth.record import fingerprint
+from alcoda.depth.rules import ExitRule, Probe, read_rule, rules
+from alcoda.depth.tiers import Tiers, command, unknown
+from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError, did_you_mean
+from alcoda.files import sha256
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import hold_in
 from alcoda.model.prefill import Prefill, Reading, prefills
@@ -17,6 +23,14 @@ from alcoda.training import checkpoint
 from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
+
+
+class Exit(NamedTuple):
+    """When tokens leave: a rule, the same at work, and the calibrated tier that it is of, if it is of one."""
+
+    rule: ExitRule
+    test: ExitTest
+    tier: str | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,56 @@ class LoadedRun:
                 "nothing; leave the chunk out"
             )
         return None
+
+    def exit(
+        self,
+        choice: ExitRule | str,
+        loops: int | None = None,
+        threshold: float | Sequence[float] | None = None,
+    ) -> Exit:
+        """When tokens leave: a rule, its name (``state:0.01``), or a tier that `alcoda calibrate` chose (``balanced``).
+
+        A probe without a file of weights is the run's own. ``loops``: loops that run at most; None: the tier's, or the
+        model's.
+
+        Raises:
+            UsageError: no such rule or tier; one that the model cannot be left by; a tier of other weights, another
+                tokenizer, another depth.
+        """
+        if isinstance(choice, str) and choice.partition(":")[0] not in rules():
+            return self._tier(choice, loops, threshold)
+        rule = read_rule(choice, threshold) if isinstance(choice, str) else choice
+        return Exit(rule, self._at_work(rule, self.recipe.model.n_loops if loops is None else loops), None)
+
+    def _tier(self, name: str, loops: int | None, threshold: float | Sequence[float] | None) -> Exit:
+        path = self.run.exits_json
+        if not path.is_file():
+            raise UsageError(
+                f"{unknown(name, [])}. Or is it a calibrated tier? {self.run.path} has none: {command(path)} makes them"
+            )
+        tiers = Tiers.load(path)
+        tier = tiers.tier(name)
+        tiers.check(path, fingerprint(self.model), self.tokenizer.sha256)
+        if threshold is not None:
+            raise UsageError(f"threshold={threshold}: tier {name!r} has thresholds of its own; leave it out")
+        if loops not in (None, tiers.n_loops):
+            raise UsageError(
+                f"loops={loops}: tier {name!r} was calibrated at {tiers.n_loops} loops; leave loops out, or run "
+                f"{command(path)} --loops {loops}"
+            )
+        if tier.probe is not None and (not self.run.probe.is_file() or sha256(self.run.probe) != tier.probe):
+            raise UsageError(
+                f"{self.run.probe} is not the probe that tier {name!r} was calibrated with; calibrate anew: "
+                f"{command(path)} --rule probe"
+            )
+        return Exit(tier.rule, self._at_work(tier.rule, tiers.n_loops), name)
+
+    def _at_work(self, rule: ExitRule, n_loops: int) -> ExitTest:
+        if isinstance(rule, Probe) and rule.weights is None:
+            if not self.run.probe.is_file():
+                raise UsageError(f"exit probe: {self.run.path} has none; alcoda probe {self.run.path} fits one")
+            rule = rule.model_copy(update={"weights": str(self.run.probe)})
+        return rule.build(self.model, n_loops)
 
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:

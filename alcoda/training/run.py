@@ -7,6 +7,9 @@ tokenizer.json
 checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
 eval.json, samples.json, report.html        (by alcoda report)
 prefills.json      (by alcoda eval --prefill all)
+probe.safetensors  (by alcoda probe)
+exits.json         (by alcoda calibrate)
+frontier.json      (by alcoda frontier)
 """
 
 from __future__ import annotations
@@ -50,8 +53,11 @@ text itself is compared)."""
 RUN_FILES = (
     "checkpoints",
     "eval.json",
+    "exits.json",
+    "frontier.json",
     "metrics.jsonl",
     "prefills.json",
+    "probe.safetensors",
     "recipe.yaml",
     "report.html",
     "run.json",
@@ -85,6 +91,9 @@ class RunFolder:
         self.eval_json = self.path / "eval.json"
         self.samples_json = self.path / "samples.json"
         self.prefills_json = self.path / "prefills.json"
+        self.probe = self.path / "probe.safetensors"
+        self.exits_json = self.path / "exits.json"
+        self.frontier_json = self.path / "frontier.json"
         self.report = self.path / "report.html"
 
     @property

@@ -71,13 +71,8 @@ def score(
         for i in range(rank, -(-len(starts) // n_shares) * n_shares, n_shares):
             start = starts[min(i, len(starts) - 1)]
             stop = min(start + batch_size * seq_len, n_tokens - 1)
-            tokens = torch.from_numpy(stream.read(start, stop + 1).astype(np.int64))
             n = stop - start
-            n_rows = -(-n // seq_len)
-            padded = torch.zeros(n_rows * seq_len, dtype=torch.int64)
-            padded[:n] = tokens[:-1]
-            inputs_BT = padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device)
-            target_N = tokens[1:].to(device)
+            inputs_BT, target_N = rows_between(stream, start, stop, seq_len, device)
             with autocast(device, dtype):
                 # Of the columns of a row that is padded, the text's part is what counts as read.
                 part = n / inputs_BT.size(1)
@@ -86,14 +81,26 @@ def score(
                 )
                 rows, read_s = [], 0.0
                 for y_BTD, seconds in _timed(ys, device):
-                    rows.append(_nats(model, y_BTD.flatten(0, 1)[:n], target_N))
+                    rows.append(nats(model, y_BTD.flatten(0, 1)[:n], target_N))
                     read_s += seconds
             if i >= len(starts):
                 continue
-            bytes_N = token_bytes_V[tokens[1:].numpy()]
+            bytes_N = token_bytes_V[target_N.cpu().numpy()]
             yield Scored(start + 1, np.stack(rows) * (bytes_N > 0), bytes_N, read_s)
     finally:
         model.train(was_training)
+
+
+def rows_between(
+    stream: Stream, start: int, stop: int, seq_len: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens ``start .. stop`` as rows [B, T], the last one filled up with zeros; and what follows each token, [N]."""
+    tokens = torch.from_numpy(stream.read(start, stop + 1).astype(np.int64))
+    n = stop - start
+    n_rows = -(-n // seq_len)
+    padded = torch.zeros(n_rows * seq_len, dtype=torch.int64)
+    padded[:n] = tokens[:-1]
+    return padded.view(n_rows, seq_len)[:, : min(n, seq_len)].to(device), tokens[1:].to(device)
 
 
 def _timed(ys: Iterator[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, float]]:
@@ -108,7 +115,8 @@ def _timed(ys: Iterator[torch.Tensor], device: torch.device) -> Iterator[tuple[t
         yield y_BTD, time.perf_counter() - began
 
 
-def _nats(model: RecurrentLM, y_ND: torch.Tensor, target_N: torch.Tensor) -> np.ndarray:
+def nats(model: RecurrentLM, y_ND: torch.Tensor, target_N: torch.Tensor) -> np.ndarray:
+    """Loss of each target, [N], given what the head reads before it."""
     parts = [
         F.cross_entropy(model.logits(y).float(), target, reduction="none")
         for y, target in zip(y_ND.split(LOGIT_ROWS), target_N.split(LOGIT_ROWS), strict=True)

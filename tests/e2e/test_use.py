@@ -213,7 +213,7 @@ def test_tokens_leave_early(run: Path, run_cli: Cli, lm: api.LM) -> None:
         ("state:no", "threshold"),
         ("fixed:99", "exit.loops=99"),
         ("gate:0.1", "this model has no exit gate"),
-        ("probe", "exit probe without weights"),
+        ("probe", "has none; alcoda probe"),
         ("trace:nowhere", "nowhere: no such file"),
     ],
 )

@@ -252,3 +252,35 @@ def add_prefills(folder: Path, **changed: Any) -> Path:
     }
     (folder / "prefills.json").write_text(json.dumps(found | changed))
     return folder
+
+
+def add_frontier(folder: Path, **changed: Any) -> Path:
+    """What ``alcoda frontier`` leaves in a run folder."""
+
+    def saved(bits: float) -> dict[str, float]:
+        return {"bits_per_byte": bits, "low": bits - 1e-3, "high": bits + 1e-3}
+
+    def around(bits: float) -> dict[str, float]:
+        return {"bits_per_byte": bits, "low": bits - 0.02, "high": bits + 0.02}
+
+    def point(loops: float, bits: float, flops: float) -> dict[str, Any]:
+        differences = {"at_equal_loops": saved(0.004), "at_equal_flops": saved(-0.001), "over_sufficient": saved(0.002)}
+        return {"rule": {"kind": "state"}, "mean_loops": loops, "flops_per_token": flops, **around(bits), **differences}
+
+    def curve(rule: str, is_bound: bool, best: int | None, rate: float) -> dict[str, Any]:
+        points = [point(loops, 1.7 + 0.1 / loops, rate * loops) for loops in (6.5, 3.2, 1.5)]
+        return {"rule": rule, "is_upper_bound": is_bound, "coda_keys": "at_exit", "points": points, "best": best}
+
+    found = {
+        "data": "valid",
+        "train_step": json.loads((folder / "eval.json").read_text())["train_step"],
+        "n_loops": 8,
+        "tolerance": 0.005,
+        "sufficient_loops": 4,
+        "n_tokens": 20_000,
+        "note": None,
+        "uniform": [{"loops": n, "flops_per_token": 1e7 * n, **around(1.7 + 0.12 / n)} for n in range(1, 9)],
+        "curves": [curve("kl", False, None, 2e7), curve("state", False, 1, 1e7), curve("state", True, 1, 1e7)],
+    }
+    (folder / "frontier.json").write_text(json.dumps(found | changed))
+    return folder

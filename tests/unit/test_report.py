@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import HOSTILE, add_prefills, make_run
+from fake_run import HOSTILE, add_frontier, add_prefills, make_run
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.curves import loss_figure, smooth, thin
@@ -96,7 +96,7 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
         return f'<svg role="img" aria-label="{esc(label)}"></svg>'
 
     monkeypatch.setattr("alcoda.report.curves.draw", blank)
-    for module in ("figures", "positions", "prefills"):
+    for module in ("figures", "frontier", "positions", "prefills"):
         monkeypatch.setattr(f"alcoda.report.{module}.draw", blank)
 
 
@@ -224,6 +224,31 @@ def test_prefills_are_shown_where_they_were_measured(run: Path, tmp_path: Path) 
     assert "read 16 tokens at a time" in words and "Of part of it." in words
     edit(folder, "prefills.json", by_prefill=[])
     report(tmp_path, folder)
+
+
+def test_the_frontier_is_shown_where_it_was_measured(run: Path, tmp_path: Path) -> None:
+    folder = add_frontier(make_run(tmp_path / "exits", name="exits", steps=20))
+    _, page = report(tmp_path, folder, run)
+    words = " ".join(" ".join(page.text).split())
+    assert "exits" in [attrs["id"] for attrs in page.all("section")] and {"href": "#exits"} in page.all("a")
+    labels = [str(svg["aria-label"]) for svg in page.all("svg") if "exits. all at one depth" in str(svg["aria-label"])]
+    assert len(labels) == 2 and all("state, readout-only: 1.715 at" in label for label in labels)
+    assert "1.731 at 3.2" in labels[0] and "1.731 at 3.2e+07" in labels[1]
+    for said in (
+        "All tokens at 4 loops are within 0.50% of the loss of 8",
+        "state, readout-only",
+        "0.0040",
+        "0.0030 to 0.0050",
+        "−0.0020 to 0.0000",
+        "against 4 loops",
+    ):
+        assert said in words, said
+    assert "Measured at train step" not in words
+    add_frontier(folder, train_step=7, note="Of part of it.", curves=[])
+    words = "".join(report(tmp_path, folder)[1].text)
+    assert "Measured at train step 7, the evaluation at 20" in words and "Of part of it." in words
+    add_frontier(folder, uniform=[])
+    assert "Bits per byte against mean loops" not in "".join(report(tmp_path, folder)[1].text)
 
 
 def test_legend_of_many_runs_does_not_squeeze_the_plot(run: Path) -> None:
@@ -372,6 +397,8 @@ def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
             '{"by_position": [{"start": 0, "stop": 1, "bits_per_byte": {"one": 2}}]}',
             "'one' has to be a number of loops",
         ),
+        ("frontier.json", '{"train_step": 1}', r"frontier\.json: n_loops is missing"),
+        ("frontier.json", "[]", r"frontier\.json: an object is needed"),
         ("prefills.json", '{"train_step": 1}', r"prefills\.json: loops is missing"),
         ("prefills.json", "[]", r"prefills\.json: an object is needed"),
         ("samples.json", "{}", "a list is needed"),
