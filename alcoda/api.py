@@ -13,6 +13,8 @@ from alcoda.files import disk, read_json, write_json
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
+from alcoda.measure.lab import EPS, LOOPS, TOKENS, LabResult
+from alcoda.measure.lab import lab as _lab
 from alcoda.measure.prefills import PrefillsResult
 from alcoda.measure.prefills import evaluate_prefills as _evaluate_prefills
 from alcoda.model.config import ModelConfig
@@ -34,6 +36,7 @@ __all__ = [
     "Catalogue",
     "EvalResult",
     "Footprint",
+    "LabResult",
     "LawReport",
     "Ledger",
     "MatchResult",
@@ -47,6 +50,7 @@ __all__ = [
     "evaluate",
     "evaluate_prefills",
     "footprint",
+    "lab",
     "load",
     "load_plugin",
     "load_recipe",
@@ -150,6 +154,44 @@ def evaluate_prefills(
         chunk_tokens=chunk_tokens,
         batch_size=batch_size,
         max_tokens=max_tokens,
+    )
+
+
+def lab(
+    run: str | Path | LM,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    tokens: int = TOKENS,
+    loops: int = LOOPS,
+    eps: float = EPS,
+    classes: str = "auto",
+    out: str | Path | None = None,
+    batch_size: int | None = None,
+) -> LabResult:
+    """When the tokens of a text converge in the loop, which ones, and to what; docs/lab.md says what is measured.
+
+    Writes ``lab.json`` and ``tokens.parquet`` (where pyarrow is installed) into ``out``, which the report shows.
+
+    Args:
+        run, data, checkpoint, batch_size: as of `evaluate`.
+        tokens: trace at most so many of each source.
+        loops: of the trajectories.
+        eps: a token has converged where the KL of its next-token distribution to that of the loop before stays below,
+            in nats.
+        classes: ``text``, ``code`` (of Python source), or ``auto``: each source by its looks.
+        out: a folder; ``lab`` in that of the run where None.
+    """
+    loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
+    return _lab(
+        loaded,
+        data,
+        tokens=tokens,
+        loops=loops,
+        eps=eps,
+        classes=classes,
+        out=None if out is None else Path(out),
+        batch_size=batch_size,
     )
 
 

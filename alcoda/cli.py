@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from alcoda import launch
+from alcoda.cli_lab import lab
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
@@ -34,6 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.command()(lab)
 
 
 def _version(wanted: bool) -> None:

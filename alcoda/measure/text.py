@@ -72,12 +72,14 @@ class Text:
 
     def sums(self, stream: Stream, n_depths: int, seq_len: int) -> Sums:
         """Empty ones."""
+        return Sums(n_depths, seq_len, self.ends_U(stream))
+
+    def ends_U(self, stream: Stream) -> np.ndarray:
+        """Where the units of a stream end, in tokens."""
         if self.by_documents:
-            ends_U = np.array([stream.range_of(i)[1] for i in range(stream.n_documents)])
-        else:
-            n_tokens = self.n_tokens_of(stream)
-            ends_U = np.linspace(0, n_tokens, min(N_BLOCKS, n_tokens) + 1).round().astype(int)[1:]
-        return Sums(n_depths, seq_len, ends_U)
+            return np.array([stream.range_of(i)[1] for i in range(stream.n_documents)])
+        n_tokens = self.n_tokens_of(stream)
+        return np.linspace(0, n_tokens, min(N_BLOCKS, n_tokens) + 1).round().astype(int)[1:]
 
     def notes(self, run: LoadedRun, n_units: int, n_bytes: int) -> list[str]:
         """What the reader should know of the numbers, of so many units and bytes scored."""

@@ -50,6 +50,7 @@ text itself is compared)."""
 RUN_FILES = (
     "checkpoints",
     "eval.json",
+    "lab",
     "metrics.jsonl",
     "prefills.json",
     "recipe.yaml",
@@ -76,6 +77,7 @@ class RunFolder:
         self.eval_json = self.path / "eval.json"
         self.samples_json = self.path / "samples.json"
         self.prefills_json = self.path / "prefills.json"
+        self.lab = self.path / "lab"
         self.report = self.path / "report.html"
 
     @property
