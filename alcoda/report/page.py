@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import inside, prefills, record, results
+from alcoda.report import inside, lab, prefills, record, results
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
 
@@ -18,6 +18,7 @@ _PARTS = {
     "depth": "Depth",
     "prefill": "Prefill",
     "loops": "Loops",
+    "lab": "Convergence",
     "cost": "Cost",
     "samples": "Samples",
     "config": "Config",
@@ -55,6 +56,7 @@ def render(runs: Sequence[Run]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     # Parts that not every run has.
     there = {"loops": any(run.inside for run in runs), "prefill": any(run.prefills for run in runs)}
+    there["lab"] = any(run.lab for run in runs)
     parts = {key: name for key, name in _PARTS.items() if there.get(key, True)}
     links = "\n".join(f'<a href="#{key}">{name}</a>' for key, name in parts.items())
     body = [
@@ -64,6 +66,7 @@ def render(runs: Sequence[Run]) -> str:
         results.depth(runs),
         *([prefills.prefill(runs)] if there["prefill"] else []),
         *([inside.loops(runs)] if there["loops"] else []),
+        *([lab.lab(runs)] if there["lab"] else []),
         results.cost(runs),
         record.samples(runs),
         record.config(runs),

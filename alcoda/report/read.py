@@ -12,6 +12,7 @@ import numpy as np
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.fields import Fields, load, objects
+from alcoda.report.lab import Lab, read_lab
 from alcoda.report.prefills import Prefills, read_prefills
 
 
@@ -148,6 +149,7 @@ class Run:
     inside: tuple[LoopPoint, ...]
     evaluation: Evaluation | None
     prefills: Prefills | None
+    lab: Lab | None
     samples: tuple[Sample, ...]
     last: Fields
     notes: tuple[str, ...] = ()
@@ -229,6 +231,7 @@ def read_run(folder: Path) -> Run:
         inside=_inside([line for line in lines if line.text("type") == "diagnostics"]),
         evaluation=_evaluation(folder / "eval.json"),
         prefills=read_prefills(folder / "prefills.json"),
+        lab=read_lab(folder / "lab/lab.json"),
         samples=_samples(folder / "samples.json"),
         last=last,
         notes=notes,
