@@ -217,14 +217,26 @@ DEFAULT_PROMPTS = ("def main(", "import os\n", "The ")
 
 
 def write_report(
-    runs: str | Path | Sequence[str | Path], out: str | Path, prompts: Sequence[str] = DEFAULT_PROMPTS
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path,
+    prompts: Sequence[str] = DEFAULT_PROMPTS,
+    *,
+    figures: str | None = None,
+    tables: Sequence[str] = (),
 ) -> Path:
     """One self-contained HTML page of one or more runs.
 
     What a run has not been asked for yet is measured first and kept in its folder: ``eval.json`` on its validation
     split at the recipe's depths, ``samples.json`` of ``prompts`` at the shallowest, nominal and deepest of them.
+
+    Args:
+        figures: ``pdf``: also write every figure of the page, into a folder beside it (``report_parts``).
+        tables: ``csv``, ``latex``: also its tables.
     """
+    from alcoda.report.export import check_forms
     from alcoda.report.page import write_report as write_page
+
+    check_forms(figures, tables)
 
     if isinstance(runs, str | Path):
         runs = [runs]
@@ -233,7 +245,7 @@ def write_report(
     folders = [RunFolder(run).check() for run in runs]
     for run in folders:
         measure_missing(run, prompts)
-    return write_page([run.path for run in folders], Path(out))
+    return write_page([run.path for run in folders], Path(out), figures, tables)
 
 
 def is_measured(run: RunFolder) -> bool:

@@ -330,12 +330,19 @@ def laws(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders: one, or several to compare.", metavar="RUN...")],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    figures: Annotated[
+        str | None, typer.Option(help="pdf: also write each figure, beside the page.", metavar="FORM")
+    ] = None,
+    tables: Annotated[
+        str, typer.Option(help="csv, latex or csv,latex: also write each table, beside the page.", metavar="FORMS")
+    ] = "",
     plugin: Plugin = None,
 ) -> None:
     """One self-contained HTML page. What a run was not asked for yet (evaluation, samples) is measured first."""
     from alcoda import api
 
-    say(f"report: {api.write_report(runs, out)}")
+    forms = [form.strip() for form in tables.split(",")] if tables.strip() else []
+    say(f"report: {api.write_report(runs, out, figures=figures, tables=forms)}")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,8 @@ class Lab:
     by_loop: dict[str, tuple[Band, ...]]
     elasticity: tuple[tuple[int, float, float | None, float | None], ...]
     """Loops, bits per byte and its interval."""
+    saved: dict[int, tuple[float, float | None, float | None]]
+    """Loops, bits per byte saved over the shallowest depth, paired by unit, and its interval."""
     how: str
     paths: tuple[tuple[int, Band, float, float], ...]
     """Loop, distance, KL, share that agrees."""
@@ -133,6 +136,10 @@ def read_lab(path: Path) -> Lab | None:
             (one.integer("loops"), one.number("bits_per_byte"), one.maybe_number("low"), one.maybe_number("high"))
             for one in data.child("elasticity").children("by_depth")
         ),
+        saved={
+            one.integer("to_loops"): (one.number("bits_per_byte"), one.maybe_number("low"), one.maybe_number("high"))
+            for one in data.child("elasticity").children("gain")
+        },
         how=paths.text("how"),
         paths=tuple(
             (
@@ -284,8 +291,20 @@ def _tables(found: Lab) -> list[str]:
             table(head, rows, "Spectral radius of one loop"),
         ]
     if found.elasticity:
-        rows = [[str(n), bits(value, 4), interval(low, high, 4)] for n, value, low, high in found.elasticity]
-        parts += ["<h3>Elasticity</h3>", table(["Loops", "Bits per byte", "95% interval"], rows, "Elasticity curve")]
+        rows = []
+        for n, value, low, high in found.elasticity:
+            gain, gain_low, gain_high = found.saved.get(n, (None, None, None))
+            rows.append(
+                [
+                    str(n),
+                    bits(value, 4),
+                    interval(low, high, 4),
+                    bits(gain, 4),
+                    interval(gain_low, gain_high, 4),
+                ]
+            )
+        head = ["Loops", "Bits per byte", "95% interval", "Saved over the shallowest", "95% interval, paired"]
+        parts += ["<h3>Elasticity</h3>", table(head, rows, "Elasticity curve")]
     return parts
 
 
@@ -343,10 +362,17 @@ def _band_plot(fig: Figure, points: Sequence[Band], unit: str, line: float | Non
     if line is not None:
         ax.axhline(line, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(_power)
     ax.set_xlabel("loop")
     ax.set_ylabel(unit)
     ax.grid(visible=False, axis="x")
     ax.locator_params(axis="x", integer=True, nbins=10)
+
+
+def _power(value: float, place: float) -> str:
+    """``10⁻³``: the words of an axis are not set as formulas (svg.py)."""
+    exponent = f"{math.log10(value):.3g}".translate(str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"))
+    return f"10{exponent}" if "." not in exponent else ""
 
 
 def groups_figure(groups: Sequence[Group], title: str, key: str) -> str:
