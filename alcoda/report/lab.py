@@ -198,7 +198,7 @@ def _of_run(run: Run, found: Lab, key: str) -> list[str]:
     drawn = [
         figure(histogram_figure(found, key), "Convergence depth", "Striped: not settled at the last loop."),
         *(
-            figure(svg, title, f"{unit}. Line: median; band: 10% to 90% of tokens.")
+            figure(svg, title, f"{unit[0].upper()}{unit[1:]}. Line: median; band: 10% to 90% of tokens.")
             for name, (title, unit) in _TRAJECTORIES.items()
             if (svg := by_loop_figure(found, name, key))
         ),
