@@ -20,6 +20,8 @@ from alcoda.measure.exits import ExitResult
 from alcoda.measure.exits import evaluate_exit as _evaluate_exit
 from alcoda.measure.frontier import MAX_TOKENS, FrontierResult
 from alcoda.measure.frontier import frontier as _frontier
+from alcoda.measure.lab import EPS, LOOPS, TOKENS, LabResult
+from alcoda.measure.lab import lab as _lab
 from alcoda.measure.prefills import PrefillsResult
 from alcoda.measure.prefills import evaluate_prefills as _evaluate_prefills
 from alcoda.measure.probe import ProbeResult
@@ -46,6 +48,7 @@ __all__ = [
     "ExitResult",
     "Footprint",
     "FrontierResult",
+    "LabResult",
     "LawReport",
     "Ledger",
     "MatchResult",
@@ -66,6 +69,7 @@ __all__ = [
     "fit_probe",
     "footprint",
     "frontier",
+    "lab",
     "load",
     "load_plugin",
     "load_recipe",
@@ -290,6 +294,43 @@ def frontier(
     )
 
 
+def lab(
+    run: str | Path | LM,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    tokens: int = TOKENS,
+    loops: int = LOOPS,
+    eps: float = EPS,
+    classes: str = "auto",
+    out: str | Path | None = None,
+    batch_size: int | None = None,
+) -> LabResult:
+    """When the tokens of a text converge in the loop, which ones, and to what; docs/lab.md says what is measured.
+
+    Writes ``lab.json`` and ``tokens.parquet`` (where pyarrow is installed) into ``out``, which the report shows.
+
+    Args:
+        run, data, checkpoint, batch_size: as of `evaluate`.
+        tokens: trace at most so many of each source.
+        loops: of the trajectories.
+        eps: a token has converged where the KL of its next-token distribution to that of the loop before stays below,
+            in nats.
+        classes: ``text``, ``code`` (of Python source), or ``auto``: each source by its looks.
+        out: a folder; ``lab`` in that of the run where None.
+    """
+    return _lab(
+        _loaded(run, checkpoint),
+        data,
+        tokens=tokens,
+        loops=loops,
+        eps=eps,
+        classes=classes,
+        out=None if out is None else Path(out),
+        batch_size=batch_size,
+    )
+
+
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:
     return run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
 
@@ -316,14 +357,26 @@ DEFAULT_PROMPTS = ("def main(", "import os\n", "The ")
 
 
 def write_report(
-    runs: str | Path | Sequence[str | Path], out: str | Path, prompts: Sequence[str] = DEFAULT_PROMPTS
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path,
+    prompts: Sequence[str] = DEFAULT_PROMPTS,
+    *,
+    figures: str | None = None,
+    tables: Sequence[str] = (),
 ) -> Path:
     """One self-contained HTML page of one or more runs.
 
     What a run has not been asked for yet is measured first and kept in its folder: ``eval.json`` on its validation
     split at the recipe's depths, ``samples.json`` of ``prompts`` at the shallowest, nominal and deepest of them.
+
+    Args:
+        figures: ``pdf``: also write every figure of the page, into a folder beside it (``report_parts``).
+        tables: ``csv``, ``latex``: also its tables.
     """
+    from alcoda.report.export import check_forms
     from alcoda.report.page import write_report as write_page
+
+    check_forms(figures, tables)
 
     if isinstance(runs, str | Path):
         runs = [runs]
@@ -332,7 +385,7 @@ def write_report(
     folders = [RunFolder(run).check() for run in runs]
     for run in folders:
         measure_missing(run, prompts)
-    return write_page([run.path for run in folders], Path(out))
+    return write_page([run.path for run in folders], Path(out), figures, tables)
 
 
 def is_measured(run: RunFolder) -> bool:

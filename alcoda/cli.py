@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import depth_commands, launch
+from alcoda import depth_commands, lab_command, launch
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
@@ -374,12 +374,19 @@ def laws(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders: one, or several to compare.", metavar="RUN...")],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    figures: Annotated[
+        str | None, typer.Option(help="pdf: also write each figure, beside the page.", metavar="FORM")
+    ] = None,
+    tables: Annotated[
+        str, typer.Option(help="csv, latex or csv,latex: also write each table, beside the page.", metavar="FORMS")
+    ] = "",
     plugin: Plugin = None,
 ) -> None:
     """One self-contained HTML page. What a run was not asked for yet (evaluation, samples) is measured first."""
     from alcoda import api
 
-    say(f"report: {api.write_report(runs, out)}")
+    forms = [form.strip() for form in tables.split(",")] if tables.strip() else []
+    say(f"report: {api.write_report(runs, out, figures=figures, tables=forms)}")
 
 
 @app.command()
@@ -395,6 +402,7 @@ def quickstart(
     print_json(main_job(out, fresh, settings or ()))
 
 
+app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
 app.command()(depth_commands.calibrate)
 app.command()(depth_commands.frontier)

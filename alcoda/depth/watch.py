@@ -140,7 +140,7 @@ class KlTest(ExitTest):
 class StateTest(ExitTest):
     def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
         before_ND, h_ND = at_least_fp32(seen.before_ND), at_least_fp32(seen.h_ND)
-        return _relative(h_ND - before_ND, h_ND), kept
+        return relative(h_ND - before_ND, h_ND), kept
 
 
 class SecondOrderTest(ExitTest):
@@ -154,7 +154,7 @@ class SecondOrderTest(ExitTest):
     def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
         before_ND, h_ND = at_least_fp32(seen.before_ND), at_least_fp32(seen.h_ND)
         change_ND, (last_ND, last_N) = h_ND - before_ND, kept
-        score_N = _not_in_first(_relative(change_ND - last_ND, h_ND), seen.loop)
+        score_N = _not_in_first(relative(change_ND - last_ND, h_ND), seen.loop)
         return score_N if self.hits == 1 else torch.maximum(score_N, last_N), (change_ND, score_N)
 
 
@@ -203,7 +203,7 @@ class ProbeTest(ExitTest):
         return torch.sigmoid(normed_ND @ self.weight_D.to(h_ND) + self.bias_R.to(h_ND)[seen.loop - 1]), kept
 
 
-def _relative(change_ND: Tensor, h_ND: Tensor) -> Tensor:
+def relative(change_ND: Tensor, h_ND: Tensor) -> Tensor:
     """``|change| / |h|``; 0 where nothing has changed."""
     return change_ND.norm(dim=-1) / h_ND.norm(dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
 

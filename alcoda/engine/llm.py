@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alcoda.depth.rules import ExitRule
+from alcoda.depth.trajectory import NUMBERS, trace
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.decode import decode
 from alcoda.errors import UsageError
@@ -57,6 +58,40 @@ class LM:
             UsageError: ids that the model does not have, rows of several lengths, or no ids.
         """
         loops = self._loops(loops)
+        rows_BT, is_one = self._rows(ids)
+        with autocast(rows_BT.device, self.loaded.dtype):
+            reading = Reading(self.loaded.prefill(prefill, "exact"))
+            (y_BTD,) = read_rows(self.model, rows_BT, [loops], reading)
+            logits_BTV = self.model.logits(y_BTD).float()
+        return logits_BTV[0] if is_one else logits_BTV
+
+    def trace(self, ids: Ids, record: Sequence[str] = NUMBERS, loops: int | None = None) -> dict[str, Tensor]:
+        """What each of ``ids`` goes through from loop to loop.
+
+        >>> lm.trace(lm.tokenizer.encode("import os"), record=["kl_previous", "argmax"], loops=16)["argmax"].shape
+
+        Args:
+            ids: ``[T]`` or ``[B, T]`` token ids (rows of one length).
+            record: names of `alcoda.depth.trajectory.trace`: kl_previous, kl_final, entropy, argmax, loss (of the next
+                of ``ids``; NaN after the last), state_change, second_order; and state, logits.
+            loops: how many run; the model's ``n_loops`` where None. A model with a memory is read token by token.
+
+        Returns:
+            By name ``[T, R]`` or ``[B, T, R]`` (state ``[..., R, D]``, logits ``[..., R, V]``), in fp32 or finer.
+
+        Raises:
+            UsageError: a dense model, a name that there is not; and as `logits`.
+        """
+        n_loops = self._loops(loops)
+        rows_BT, is_one = self._rows(ids)
+        with autocast(rows_BT.device, self.loaded.dtype):
+            found = trace(self.model, rows_BT, n_loops, rows_BT.roll(-1, 1), record)
+        if "loss" in found:
+            found["loss"][:, -1] = float("nan")
+        return {name: x[0] for name, x in found.items()} if is_one else found
+
+    def _rows(self, ids: Ids) -> tuple[Tensor, bool]:
+        """``ids`` as ``[B, T]`` on the model's device, and whether they were one row without a batch; or UsageError."""
         try:
             given = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
         except ValueError:
@@ -69,14 +104,8 @@ class LM:
         low, high, n = int(ids_BT.min()), int(ids_BT.max()), self.model.config.vocab_size
         if low < 0 or high >= n:
             raise UsageError(f"ids from {low} to {high}: this model has the ids 0 to {n - 1}")
-        device = self.model.embed.weight.device
-        rows_BT = ids_BT.to(device)
-        rows_BT = rows_BT[None] if ids_BT.dim() == 1 else rows_BT
-        with autocast(device, self.loaded.dtype):
-            reading = Reading(self.loaded.prefill(prefill, "exact"))
-            (y_BTD,) = read_rows(self.model, rows_BT, [loops], reading)
-            logits_BTV = self.model.logits(y_BTD).float()
-        return logits_BTV[0] if ids_BT.dim() == 1 else logits_BTV
+        rows_BT = ids_BT.to(self.model.embed.weight.device)
+        return (rows_BT[None], True) if ids_BT.dim() == 1 else (rows_BT, False)
 
     def generate(self, prompt: str, **kwargs: object) -> str:
         """The text that follows ``prompt``; arguments as `stream`."""

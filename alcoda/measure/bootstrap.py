@@ -35,16 +35,22 @@ def ratio_interval(
     aimed at. The same seed and number of units draw the same resamples. Memory does not grow with ``n_resamples``
     beyond one number each. Raises `UsageError` for fewer than two units, and for numbers that make no sense.
     """
-    return Interval(*(end / math.log(2) for end in mean_interval(nats_N, bytes_N, level, n_resamples, seed)))
+    nats_N, bytes_N = _checked(nats_N, bytes_N, level, n_resamples)
+    return Interval(*(x / math.log(2) for x in _resampled(nats_N, bytes_N, level, n_resamples, seed)))
 
 
 def mean_interval(
     sums_N: np.ndarray, counts_N: np.ndarray, level: float = 0.95, n_resamples: int = 2000, seed: int = 0
 ) -> Interval:
-    """``sum(sums) / sum(counts)`` of all units, for example loops a token, with its percentile interval; the rest as
+    """The mean of what units hold several of, ``sum(sums) / sum(counts)``, with its percentile interval; the rest as
     `ratio_interval`."""
-    nats_N, bytes_N = _checked(sums_N, counts_N, level, n_resamples)
-    n = len(nats_N)
+    sums_N, counts_N = _checked(sums_N, counts_N, level, n_resamples, "sums", "counts")
+    return _resampled(sums_N, counts_N, level, n_resamples, seed)
+
+
+def _resampled(sums_N: np.ndarray, counts_N: np.ndarray, level: float, n_resamples: int, seed: int) -> Interval:
+    """``sum(sums) / sum(counts)`` with its percentile interval."""
+    n = len(sums_N)
     rng = np.random.default_rng(seed)
     weight = np.full(n, 1 / n)
     ratios = []
@@ -52,12 +58,12 @@ def mean_interval(
     for start in range(0, n_resamples, rows):
         # Drawing n units with replacement is a multinomial draw of how often each one comes.
         counts_RN = rng.multinomial(n, weight, size=min(rows, n_resamples - start))
-        nats_R, bytes_R = counts_RN @ nats_N, counts_RN @ bytes_N
+        sums_R, held_R = counts_RN @ sums_N, counts_RN @ counts_N
         # Units may be empty; a resample of only those has no ratio and is left out.
-        ratios.append(nats_R[bytes_R > 0] / bytes_R[bytes_R > 0])
+        ratios.append(sums_R[held_R > 0] / held_R[held_R > 0])
     tail = (1 - level) / 2
     low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
-    return Interval(float(nats_N.sum() / bytes_N.sum()), float(low), float(high))
+    return Interval(float(sums_N.sum() / counts_N.sum()), float(low), float(high))
 
 
 def paired_gain(
@@ -88,14 +94,16 @@ def _numbers(values_N: np.ndarray, name: str) -> np.ndarray:
     return values_N
 
 
-def _checked(nats_N: np.ndarray, bytes_N: np.ndarray, level: float, n_resamples: int) -> tuple[np.ndarray, np.ndarray]:
-    nats_N, bytes_N = _numbers(nats_N, "nats"), _numbers(bytes_N, "bytes")
+def _checked(
+    nats_N: np.ndarray, bytes_N: np.ndarray, level: float, n_resamples: int, what: str = "nats", per: str = "bytes"
+) -> tuple[np.ndarray, np.ndarray]:
+    nats_N, bytes_N = _numbers(nats_N, what), _numbers(bytes_N, per)
     if len(nats_N) != len(bytes_N):
-        raise UsageError(f"nats and bytes need one number a unit each, not {len(nats_N)} and {len(bytes_N)}")
+        raise UsageError(f"{what} and {per} need one number a unit each, not {len(nats_N)} and {len(bytes_N)}")
     if len(nats_N) < 2:
         raise UsageError(f"an interval needs at least 2 units to resample, not {len(nats_N)}; score more text")
     if (bytes_N < 0).any() or bytes_N.sum() <= 0:
-        raise UsageError("bytes of a unit have to be 0 or more, and more than 0 in all")
+        raise UsageError(f"{per} of a unit have to be 0 or more, and more than 0 in all")
     if not 0 < level < 1:
         raise UsageError(f"level is {level}; it has to be between 0 and 1, such as 0.95")
     if n_resamples < 1:

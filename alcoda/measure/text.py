@@ -75,7 +75,7 @@ class Text:
         return Sums(n_depths, seq_len, self.unit_ends(stream))
 
     def unit_ends(self, stream: Stream) -> np.ndarray:
-        """Where each of its units ends, in tokens."""
+        """Where the units of a stream end, in tokens."""
         if self.by_documents:
             return np.array([stream.range_of(i)[1] for i in range(stream.n_documents)])
         n_tokens = self.n_tokens_of(stream)

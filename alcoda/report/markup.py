@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from alcoda.report.export import tell_table
+
 MISSING = "–"
 
 
@@ -100,6 +102,7 @@ def table(
     row is a total. numbers: the other cells are numbers, set to the right.
     """
     body = list(rows)
+    tell_table(label, head, body)
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     lines = []
     for index, (first, *rest) in enumerate(body):

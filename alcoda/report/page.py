@@ -9,7 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import frontier, inside, prefills, record, results
+from alcoda.report import frontier, inside, lab, prefills, record, results
+from alcoda.report.export import check_forms, collecting, write_parts
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
 
@@ -19,6 +20,7 @@ _PARTS = {
     "exits": "Exits",
     "prefill": "Prefill",
     "loops": "Loops",
+    "lab": "Convergence",
     "cost": "Cost",
     "samples": "Samples",
     "config": "Config",
@@ -26,8 +28,10 @@ _PARTS = {
 }
 
 
-def write_report(runs: Sequence[Path], out: Path) -> Path:
+def write_report(runs: Sequence[Path], out: Path, figures: str | None = None, tables: Sequence[str] = ()) -> Path:
     """Write the report about the run folders ``runs`` to the file ``out`` and return ``out``.
+
+    figures: ``pdf``, tables: ``csv``, ``latex``: also write those of the page into `parts_folder`.
 
     The file is complete or not there at all: it is written beside its place and then renamed. The same folders give
     the same bytes. Raises `UsageError` where a folder is not a run, ``out`` cannot be a file or matplotlib is missing,
@@ -36,7 +40,9 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     out = Path(out)
     if out.is_dir():
         raise UsageError(f"{out} is a folder; give the file to write, such as {out / 'report.html'}")
-    text = render(read_runs(runs))
+    check_forms(figures, tables)
+    with collecting() as collected:
+        text = render(read_runs(runs))
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +53,13 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+    write_parts(collected, parts_folder(out), figures, tables)
     return out
+
+
+def parts_folder(out: Path) -> Path:
+    """Where the figures and tables of a page go: ``report_parts`` beside ``report.html``."""
+    return out.with_name(f"{out.stem}_parts")
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -57,6 +69,7 @@ def render(runs: Sequence[Run]) -> str:
     # Parts that not every run has.
     there = {
         "exits": any(run.frontier for run in runs),
+        "lab": any(run.lab for run in runs),
         "loops": any(run.inside for run in runs),
         "prefill": any(run.prefills for run in runs),
     }
@@ -70,6 +83,7 @@ def render(runs: Sequence[Run]) -> str:
         *([frontier.exits(runs)] if there["exits"] else []),
         *([prefills.prefill(runs)] if there["prefill"] else []),
         *([inside.loops(runs)] if there["loops"] else []),
+        *([lab.lab(runs)] if there["lab"] else []),
         results.cost(runs),
         record.samples(runs),
         record.config(runs),

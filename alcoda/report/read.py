@@ -13,6 +13,7 @@ import numpy as np
 from alcoda.errors import RunError, UsageError
 from alcoda.report.fields import Fields, load, objects
 from alcoda.report.frontier import Frontier, read_frontier
+from alcoda.report.lab import Lab, read_lab
 from alcoda.report.prefills import Prefills, read_prefills
 
 
@@ -150,6 +151,7 @@ class Run:
     evaluation: Evaluation | None
     prefills: Prefills | None
     frontier: Frontier | None
+    lab: Lab | None
     samples: tuple[Sample, ...]
     last: Fields
     notes: tuple[str, ...] = ()
@@ -232,6 +234,7 @@ def read_run(folder: Path) -> Run:
         evaluation=_evaluation(folder / "eval.json"),
         prefills=read_prefills(folder / "prefills.json"),
         frontier=read_frontier(folder / "frontier.json"),
+        lab=read_lab(folder / "lab/lab.json"),
         samples=_samples(folder / "samples.json"),
         last=last,
         notes=notes,

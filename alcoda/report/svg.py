@@ -12,10 +12,13 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
 from alcoda.errors import UsageError
+from alcoda.report.export import tell_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,21 +104,63 @@ def draw(key: str, label: str, paint: Callable[[Figure], None], height_in: float
     key: unique on the page, keeps the ids of figures apart. label: what the figure shows, for who cannot see it.
     Raises `UsageError` where matplotlib is missing.
     """
+    tell_figure(key, paint, height_in)
+    buffer = io.StringIO()
+    with _painted(paint, height_in, _RC) as figure:
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return _inline(buffer.getvalue(), hashlib.sha256(key.encode()).hexdigest()[:8], label)
+
+
+def pdf(paint: Callable[[Figure], None], height_in: float) -> bytes:
+    """The same drawing as a PDF file, in the page's colours of light; the same bytes each time."""
+    light = _light_colours()
+    buffer = io.BytesIO()
+    named = {name: light.get(value, value) if isinstance(value, str) else value for name, value in _RC.items()}
+    with _painted(paint, height_in, named | {"pdf.fonttype": 42}) as figure:
+        figure.draw_without_rendering()  # makes all of its parts
+        for part in figure.findobj():
+            _recolour(part, light)
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
+    return buffer.getvalue()
+
+
+@contextmanager
+def _painted(paint: Callable[[Figure], None], height_in: float, settings: dict[str, Any]) -> Generator[Figure]:
+    """A figure, painted; to be saved in the block."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("a report needs matplotlib: pip install matplotlib") from error
-    buffer = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The name of a run may hold letters that the layout font lacks; the reader's browser has them.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
+        matplotlib.rcParams.update(settings)
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         paint(figure)
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return _inline(buffer.getvalue(), hashlib.sha256(key.encode()).hexdigest()[:8], label)
+        yield figure
+
+
+def _light_colours() -> dict[str, str]:
+    """What each placeholder is in page.css, in light."""
+    style = files("alcoda.report").joinpath("page.css").read_text(encoding="utf-8").split("@media")[0]
+    values = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6})", style))
+    return {placeholder: values[variable] for placeholder, variable in _VARIABLE.items()}
+
+
+def _recolour(part: Any, colours: dict[str, str]) -> None:
+    """Put real colours in the place of a part's placeholders."""
+    from matplotlib.colors import to_hex, to_rgba, to_rgba_array
+
+    for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+        get, put = getattr(part, f"get_{name}", None), getattr(part, f"set_{name}", None)
+        if get is None or put is None:
+            continue
+        now = to_rgba_array(get())
+        new = [(*to_rgba(colours.get(to_hex(one), to_hex(one)))[:3], one[3]) for one in now]
+        if any(to_hex(one) in colours for one in now):
+            put(new[0] if len(new) == 1 else new)
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:

@@ -32,8 +32,10 @@ MOST_TOKENS = 1024
 QUANTILES = {"q10": 0.1, "q50": 0.5, "q90": 0.9}
 
 
-def diagnose(model: RecurrentLM, stream: Stream, train_step: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """A record a loop of one pass at ``n_loops``; none for a dense model.
+def diagnose(
+    model: RecurrentLM, stream: Stream, train_step: int, dtype: torch.dtype, n_loops: int | None = None
+) -> list[dict[str, Any]]:
+    """A record a loop of one pass at ``n_loops`` (the model's where None); none for a dense model.
 
     ``{"type": "diagnostics", "train_step": ..., "loop": 1 .. n_loops, "loops": n_loops, NAME.mean: ..., NAME.q10: ...,
     NAME.q50: ..., NAME.q90: ...}`` with the names
@@ -46,7 +48,7 @@ def diagnose(model: RecurrentLM, stream: Stream, train_step: int, dtype: torch.d
     """
     if not model.config.is_recurrent:
         return []
-    n_loops, device = model.config.n_loops, model.embed.weight.device
+    n_loops, device = n_loops or model.config.n_loops, model.embed.weight.device
     ids_BT = _slice(stream, model.config.seq_len).to(device)
     found: list[dict[str, float]] = [{} for _ in range(n_loops)]
     was_training = model.training

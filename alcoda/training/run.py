@@ -55,6 +55,7 @@ RUN_FILES = (
     "eval.json",
     "exits.json",
     "frontier.json",
+    "lab",
     "metrics.jsonl",
     "prefills.json",
     "probe.safetensors",
@@ -94,6 +95,7 @@ class RunFolder:
         self.probe = self.path / "probe.safetensors"
         self.exits_json = self.path / "exits.json"
         self.frontier_json = self.path / "frontier.json"
+        self.lab = self.path / "lab"
         self.report = self.path / "report.html"
 
     @property
