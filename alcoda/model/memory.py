@@ -323,7 +323,9 @@ class RecallModule(InitSpecial):
         # One number a head, for all of its width.
         gates = (2 * torch.sigmoid(self.gate(x_BTD))).unflatten(-1, (self.n_gates, -1, 1)).unbind(-3)
         parts = [y_BTE.to(k_BTE.dtype).unflatten(-1, heads) for y_BTE in (k_BTE, v_BTE, *added)]
-        k_BTGK, v_BTGK = GatedSum.apply(gates[0], gates[-1] if added else None, *parts)
+        trains = torch.is_grad_enabled() and k_BTE.requires_grad and not torch.compiler.is_compiling()
+        gated = GatedSum.apply if trains else gated_sum
+        k_BTGK, v_BTGK = gated(gates[0], gates[-1] if added else None, *parts)
         return k_BTGK.flatten(-2), v_BTGK.flatten(-2)
 
     def _of_memory(self, recall: Recall | None) -> Sequence[Tensor]:
@@ -335,19 +337,25 @@ class RecallModule(InitSpecial):
         return self.k(recall.m_BTD), self.v(recall.m_BTD)
 
 
+def gated_sum(
+    g_BTG1: Tensor, more_BTG1: Tensor | None, k_BTGK: Tensor, v_BTGK: Tensor, *more: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``g k + g' k'`` and ``g v + g' v'``, a gate a head; ``g k`` and ``g v`` where there is no more."""
+    k_sum, v_sum = g_BTG1 * k_BTGK, g_BTG1 * v_BTGK
+    if more_BTG1 is None:
+        return k_sum, v_sum
+    return k_sum.addcmul_(more_BTG1, more[0]), v_sum.addcmul_(more_BTG1, more[1])
+
+
 class GatedSum(torch.autograd.Function):
-    """``g k + g' k'`` and ``g v + g' v'``, a gate a head, in as few passes over memory as plain torch allows."""
+    """`gated_sum`, with its backward pass in as few passes over memory as plain torch allows."""
 
     @staticmethod
     def forward(
         ctx: Any, g_BTG1: Tensor, more_BTG1: Tensor | None, k_BTGK: Tensor, v_BTGK: Tensor, *more: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(g_BTG1, more_BTG1, k_BTGK, v_BTGK, *more)
-        k_sum, v_sum = g_BTG1 * k_BTGK, g_BTG1 * v_BTGK
-        if more_BTG1 is not None:
-            k_sum.addcmul_(more_BTG1, more[0])
-            v_sum.addcmul_(more_BTG1, more[1])
-        return k_sum, v_sum
+        return gated_sum(g_BTG1, more_BTG1, k_BTGK, v_BTGK, *more)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
