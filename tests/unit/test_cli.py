@@ -39,7 +39,18 @@ def test_help_is_instant_and_imports_no_torch() -> None:
         if took[-1] < 1:
             break
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
-    for command in ("train", "eval", "generate", "cost", "laws", "report", "quickstart"):
+    for command in (
+        "train",
+        "eval",
+        "generate",
+        "probe",
+        "calibrate",
+        "frontier",
+        "cost",
+        "laws",
+        "report",
+        "quickstart",
+    ):
         assert command in done.stdout
     assert min(took) < 1, took
 
@@ -57,7 +68,18 @@ def test_version_and_every_help() -> None:
     run = [sys.executable, "-m", "alcoda"]
     done = subprocess.run([*run, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == alcoda.__version__
-    for command in ("train", "eval", "generate", "cost", "laws", "report", "quickstart"):
+    for command in (
+        "train",
+        "eval",
+        "generate",
+        "probe",
+        "calibrate",
+        "frontier",
+        "cost",
+        "laws",
+        "report",
+        "quickstart",
+    ):
         code = f"import sys; sys.argv = ['alcoda', '{command}', '--help']; from alcoda.cli import main; main()"
         done = python(code)
         plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
