@@ -21,15 +21,16 @@ class Columns(Protocol):
 
 
 @contextmanager
-def parquet_file(path: Path) -> Generator[tuple[Columns, bool]]:
-    """What writes rows to ``path``, which is there when the block ends well; and whether it writes at all: without
-    pyarrow it says so, and does not."""
+def parquet_file(path: Path) -> Generator[Columns]:
+    """What writes rows to ``path``, which is there when the block ends well. Without pyarrow it says so, and writes
+    nothing."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        progress.say(f"{path.name} is left out: it needs pyarrow; install it with: pip install pyarrow")
-        yield _nothing, False
+        old = f"; the one in {path.parent} is of an earlier lab" if path.exists() else ""
+        progress.say(f"{path.name} is left out: it needs pyarrow; install it with: pip install pyarrow{old}")
+        yield _nothing
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     writers: list[Any] = []
@@ -42,7 +43,7 @@ def parquet_file(path: Path) -> Generator[tuple[Columns, bool]]:
 
     try:
         with disk(path):
-            yield write, True
+            yield write
             for writer in writers:
                 writer.close()
             temporary.replace(path)

@@ -95,7 +95,8 @@ def path_independence(model: RecurrentLM, ids_BT: Tensor, n_loops: int, seed: in
 
 
 def _two_starts(model: RecurrentLM, begun: Begun, state: State, seed: int) -> tuple[list[Tensor], str]:
-    with torch.random.fork_rng(devices=[]):
+    device = begun.e_BTD.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model.state_init.train()
         try:
@@ -104,7 +105,7 @@ def _two_starts(model: RecurrentLM, begun: Begun, state: State, seed: int) -> tu
             model.state_init.eval()
         if not torch.equal(*draws):
             return draws, "two draws of the noise that the state starts from in training"
-        noise = torch.randn(2, *begun.e_BTD.shape, dtype=begun.e_BTD.dtype).to(begun.e_BTD.device)
+        noise = torch.randn(2, *begun.e_BTD.shape, dtype=begun.e_BTD.dtype).to(device)
     noise *= begun.e_BTD.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
     how = "the model starts from no noise: its initial state, twice with noise as large as the anchor added"
     return [state.h_BTD + one for one in noise], how

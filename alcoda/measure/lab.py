@@ -160,25 +160,24 @@ def lab(
     passages: list[dict[str, Any]] = []
     n_bytes = 0
     n_rows = rows_at_a_time(batch_size, is_exact=config.memory.carries)
-    with (
-        parquet_file(out / "tokens.parquet") as (write, _),
-        progress.bar(f"tracing {text.name} to {loops} loops", text.n_tokens) as advance,
-    ):
-        for name, stream in text.streams.items():
-            source = _Source(run, name, stream, text, classes, eps)
-            schemes[name] = source.scheme
-            for part in trajectories(run, stream, text.n_tokens_of(stream), loops, n_rows, advance):
-                check_finite(part.read, run.train_step, loops)
-                n_bytes += source.add(part, tally, by_loop, sweep, write)
-            tally.close(len(source.ends_U))
-            passages.append({"source": name, "tokens": source.passage})
+    with parquet_file(out / "tokens.parquet") as write:
+        with progress.bar(f"tracing {text.name} to {loops} loops", text.n_tokens) as advance:
+            for name, stream in text.streams.items():
+                source = _Source(run, name, stream, text, classes, eps)
+                schemes[name] = source.scheme
+                for part in trajectories(run, stream, text.n_tokens_of(stream), loops, n_rows, advance):
+                    check_finite(part.read, run.train_step, loops)
+                    n_bytes += source.add(part, tally, by_loop, sweep, write)
+                tally.close(len(source.ends_U))
+                passages.append({"source": name, "tokens": source.passage})
         if tally.n_tokens < LEAST_TOKENS:
             raise UsageError(
                 f"{data}: {tally.n_tokens} of its tokens stand for text and have one before them; the lab needs "
                 f"{LEAST_TOKENS} or more. Give a longer text"
             )
-    # The frontier of exit rules (loss against loops and FLOPs) belongs here: it needs the run, the text and the depths.
-    elasticity, said = _elasticity(run, data, tokens, batch_size)
+        # In the block: until all is measured, the files of an earlier lab stay. The frontier of exit rules (loss
+        # against loops and FLOPs) belongs here too: it needs the run, the text and how many loops.
+        elasticity, said = _elasticity(run, data, tokens, batch_size)
     notes += [*said, *text.notes(run, tally.units_held(), n_bytes)]
     result = LabResult(
         data=data,

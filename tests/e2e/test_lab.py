@@ -112,14 +112,23 @@ def test_untied_weights_end_at_their_loops(run_cli: Cli, tmp_path: Path, corpus:
     assert [one["loops"] for one in found["elasticity"]["by_depth"]] == [1, 2]
 
 
-def test_an_interrupted_lab_keeps_the_old_one(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_memory_is_read_token_by_token(tmp_path: Path, corpus: Path, run_cli: Cli) -> None:
+    api.train(validate(Recipe, recipe(corpus, model__memory="prev_token")), tmp_path / "run")
+    done = run_cli.ok("lab", tmp_path / "run", "--loops", 3, "--tokens", 200)
+    assert "lower --tokens" in done.err and "token by token" in done.json["notes"][0]
+    at_3 = next(one for one in done.json["elasticity"]["by_depth"] if one["loops"] == 3)
+    assert done.json["by_loop"][-1]["loss"] == pytest.approx(at_3["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["check_finite", "evaluate"])
+def test_an_interrupted_lab_keeps_the_old_one(trained: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     alcoda.lab(trained, loops=3, tokens=300)
     before = snapshot(trained)
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab_module, "check_finite", interrupted)
+    monkeypatch.setattr(lab_module, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         alcoda.lab(trained, loops=4, tokens=300)
     assert snapshot(trained) == before
