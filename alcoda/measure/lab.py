@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from alcoda import progress
+from alcoda.data.hops import answers
 from alcoda.data.splits import Stream
 from alcoda.depth.trajectory import NUMBERS, check_trace
 from alcoda.errors import RunError, UsageError
@@ -307,10 +307,6 @@ def hops_of(pieces: list[bytes]) -> np.ndarray:
     hops_N = np.zeros(len(pieces), np.uint8)
     raw = b"".join(pieces)
     if b"hops:" not in raw:
-        return hops_N
-    try:
-        answers = import_module("alcoda.data.hops").answers
-    except ImportError:  # without the corpus form
         return hops_N
     ends_N = np.cumsum([len(piece) for piece in pieces])
     for _, stop, hops in answers(raw):
