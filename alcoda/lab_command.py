@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alcoda.errors import UsageError
 from alcoda.options import Checkpoint, Json, Plugin, Run
-from alcoda.show import print_json, print_table, say
+from alcoda.show import print_frontier, print_json, print_table, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from alcoda.api import LabResult
+    from alcoda.api import LM, LabResult
     from alcoda.measure.tally import Group
 
 
@@ -27,6 +28,10 @@ def lab(
     eps: Annotated[
         float, typer.Option(help="A token has converged where KL to the loop before stays below, in nats.")
     ] = 5e-4,
+    frontier: Annotated[
+        int,
+        typer.Option(help="Read so many tokens with every exit rule too, for its frontier; 0: leave it out.", min=0),
+    ] = 20_000,
     classes: Annotated[
         str, typer.Option(help="Token classes: text, code (of Python source), auto (each source by its looks).")
     ] = "auto",
@@ -42,13 +47,14 @@ def lab(
     plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
-    """When do tokens converge in the loop, which ones, and to a fixed point? The last line is JSON."""
+    """When do tokens converge in the loop, which ones, and to a fixed point; and what does it save to leave there? The
+    last line is JSON."""
     from alcoda import api
 
+    lm = api.load(run, checkpoint)
     found = api.lab(
-        run,
+        lm,
         data,
-        checkpoint=checkpoint,
         tokens=tokens,
         loops=loops,
         eps=eps,
@@ -56,10 +62,33 @@ def lab(
         out=out,
         batch_size=batch_size,
     )
+    why_not = _why_no_frontier(lm)
+    points = None
+    if frontier and not why_not:
+        points = api.frontier(lm, data=data, max_tokens=frontier, batch_size=batch_size)
     if not as_json:
         _show(found)
+        if points is not None:
+            print_frontier(points)
+        elif frontier:
+            say(f"no frontier of exit rules: {why_not}")
         say(f"lab: {out or run / 'lab'}; next: alcoda report {run}")
-    print_json(found.to_json())
+    print_json({**found.to_json(), "frontier": points and points.to_json()})
+    if points is not None and out is None:
+        api.keep_frontier(run, points)
+
+
+def _why_no_frontier(lm: LM) -> str:
+    """Empty where tokens can leave the loop, and in one pass over a text."""
+    if lm.recipe.model.memory.carries:
+        return "a model with a memory is read token by token, once for each point (alcoda frontier does it)"
+    from alcoda.depth.rules import NEVER
+
+    try:
+        NEVER.check(lm.recipe.model, lm.n_loops)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _show(found: LabResult) -> None:

@@ -175,8 +175,7 @@ def lab(
                 f"{data}: {tally.n_tokens} of its tokens stand for text and have one before them; the lab needs "
                 f"{LEAST_TOKENS} or more. Give a longer text"
             )
-        # In the block: until all is measured, the files of an earlier lab stay. The frontier of exit rules (loss
-        # against loops and FLOPs) belongs here too: it needs the run, the text and how many loops.
+        # In the block: until all is measured, the files of an earlier lab stay.
         elasticity, said = _elasticity(run, data, tokens, batch_size)
     notes += [*said, *text.notes(run, tally.units_held(), n_bytes)]
     result = LabResult(

@@ -20,8 +20,10 @@ from alcoda.training.recipe import Recipe
 
 
 def test_a_lab_and_its_page(run_cli: Cli, trained: Path, tmp_path: Path) -> None:
-    done = run_cli.ok("lab", trained, "--loops", 5, "--tokens", 900)
+    done = run_cli.ok("lab", trained, "--loops", 5, "--tokens", 900, "--frontier", 300)
     found = done.json
+    frontier = found.pop("frontier")
+    assert json.loads((trained / "frontier.json").read_text()) == frontier and "readout-only" in done.out
     assert json.loads((trained / "lab/lab.json").read_text()) == found and found["schema"] == 1
     n = found["n_tokens"]
     assert found["loops"] == 5 and 32 < n < 900 and found["depth"]["n_tokens"] == n
@@ -108,13 +110,16 @@ def test_untied_weights_end_at_their_loops(run_cli: Cli, tmp_path: Path, corpus:
     changed = write_recipe(tmp_path / "u.yaml", corpus, model__sharing="untied", depth={"kind": "fixed", "loops": 2})
     run_cli.ok("train", changed, "--set", "eval.loops=[1,2]", "--out", tmp_path / "untied")
     run_cli.refused("lab", tmp_path / "untied", says=("2",))
-    found = run_cli.ok("lab", tmp_path / "untied", "--loops", 2, "--tokens", 300, "--json").json
+    done = run_cli.ok("lab", tmp_path / "untied", "--loops", 2, "--tokens", 300)
+    found = done.json
+    assert found["frontier"] is None and "no frontier of exit rules: exit 'fixed': with sharing 'untied'" in done.err
     assert [one["loops"] for one in found["elasticity"]["by_depth"]] == [1, 2]
 
 
 def test_a_run_with_a_memory_is_read_token_by_token(tmp_path: Path, corpus: Path, run_cli: Cli) -> None:
     api.train(validate(Recipe, recipe(corpus, model__memory="prev_token")), tmp_path / "run")
     done = run_cli.ok("lab", tmp_path / "run", "--loops", 3, "--tokens", 200)
+    assert done.json["frontier"] is None and "no frontier of exit rules: a model with a memory" in done.err
     assert "lower --tokens" in done.err and "token by token" in done.json["notes"][0]
     at_3 = next(one for one in done.json["elasticity"]["by_depth"] if one["loops"] == 3)
     assert done.json["by_loop"][-1]["loss"] == pytest.approx(at_3["loss"], rel=1e-5)
