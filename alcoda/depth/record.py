@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -98,10 +99,11 @@ class ProbeWeights:
         return cls(tensors["weight"], tensors["bias"], said["label"], said["model"], delta)  # pyrefly: ignore
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's weights, by name, rounded to bf16: so that a model held in bf16, or packed, is the same."""
+def fingerprint(model: nn.Module | Mapping[str, Tensor]) -> str:
+    """SHA-256 of a model's weights (or of those that are given), by name, rounded to bf16: so that a model held in bf16, or packed, is the same."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    weights = model.state_dict() if isinstance(model, nn.Module) else model
+    for name, weight in sorted(weights.items()):
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
+from alcoda.depth.record import fingerprint
 from alcoda.errors import UsageError
 from alcoda.files import read_json, whole_folder, write_json, write_text
 from alcoda.training import checkpoint
@@ -22,8 +25,6 @@ from alcoda.training.run import RunFolder
 
 KEPT = ("created", "versions", "commit", "dirty", "seeds", "plugins", "machine", "data", "ledger", "init_from")
 """Of run.json: what tells where the weights come from. Its command names folders of the machine that trained them."""
-COPIED = ("eval.json", "samples.json", "exits.json")
-"""Measurements that go along, where they are of the checkpoint that is packed."""
 _PATHS = re.compile(r"^(text|jsonl|parquet|bin):(.*)$")
 
 
@@ -87,9 +88,8 @@ def pack(
         checkpoint.save_weights(
             new.checkpoints, step, weights, {key: before[key] for key in ("tokens", "tokenizer_sha256")}
         )
-        for name in COPIED:
-            if (source.path / name).exists() and read_json(source.path / name).get("train_step", step) == step:
-                shutil.copyfile(source.path / name, folder / name)
+        for path in _measured(source, step, weights):
+            shutil.copyfile(path, folder / path.name)
         write_text(folder / "README.md", card(new, text))
     made = RunFolder(out)
     file = made.checkpoints / where.name / checkpoint.WEIGHTS
@@ -100,6 +100,16 @@ def pack(
         file.stat().st_size,
         sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )
+
+
+def _measured(run: RunFolder, step: int, weights: Mapping[str, Tensor]) -> list[Path]:
+    """The measurements of a run that are of these weights."""
+    found: list[Path] = []
+    if run.eval_json.exists() and read_json(run.eval_json).get("train_step") == step:
+        found += [run.eval_json, run.samples_json]
+    if run.exits_json.exists() and read_json(run.exits_json).get("model") == fingerprint(weights):
+        found += [run.exits_json, run.probe]
+    return [path for path in found if path.exists()]
 
 
 def _read_about(about: str | Path | None) -> str:

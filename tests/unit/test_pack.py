@@ -11,6 +11,7 @@ import torch
 
 import alcoda
 from alcoda.config import validate
+from alcoda.depth.record import fingerprint
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json
 from alcoda.training import checkpoint, run
@@ -83,6 +84,7 @@ def test_the_card_says_what_it_is(trained: Path, tmp_path: Path) -> None:
             }
         )
     )
+    (trained / "samples.json").write_text(json.dumps([{"prompt": "once", "text": " upon"}]))
     (tmp_path / "about.md").write_text("It knows ten words.")
     pack(trained, tmp_path / "packed", about=tmp_path / "about.md")
     card = (tmp_path / "packed/README.md").read_text()
@@ -94,9 +96,22 @@ def test_the_card_says_what_it_is(trained: Path, tmp_path: Path) -> None:
         "| 1 | 7.5000 | 7.2500 to 7.75",
     ):
         assert said in card, said
+    assert (tmp_path / "packed/samples.json").exists()
     (trained / "eval.json").write_text(json.dumps({"train_step": 1, "by_depth": []}))
     pack(trained, tmp_path / "again")
     assert not (tmp_path / "again/eval.json").exists()  # of another checkpoint
+    assert not (tmp_path / "again/samples.json").exists()
+
+
+def test_exits_go_along_where_they_are_of_its_weights(trained: Path, tmp_path: Path) -> None:
+    model = alcoda.load(trained, dtype="float32").model
+    (trained / "exits.json").write_text(json.dumps({"model": fingerprint(model)}))
+    pack(trained, tmp_path / "packed")
+    assert (tmp_path / "packed/exits.json").exists()
+    assert fingerprint(alcoda.load(tmp_path / "packed").model) == fingerprint(model)  # so they hold there too
+    (trained / "exits.json").write_text(json.dumps({"model": "another"}))
+    pack(trained, tmp_path / "again")
+    assert not (tmp_path / "again/exits.json").exists()
 
 
 def test_it_is_begun_from_and_not_resumed(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
