@@ -100,7 +100,8 @@ class ProbeWeights:
 
 
 def fingerprint(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """SHA-256 of a model's weights (or of those that are given), by name, rounded to bf16: so that a model held in bf16, or packed, is the same."""
+    """SHA-256 of a model's weights (or of those that are given), by name, rounded to bf16: so that a model held in
+    bf16, or packed, is the same."""
     digest = hashlib.sha256()
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     for name, weight in sorted(weights.items()):
