@@ -24,9 +24,20 @@ def in_fp32(linear: Fp32Linear, x: Tensor, rows: slice = slice(None)) -> Tensor:
         return F.linear(at_least_fp32(x), linear.weight[rows], bias)
 
 
+class HeldLinear(nn.Linear):
+    """A map whose weights are held in the type that autocast multiplies in; where autocast is off, it multiplies in the
+    type of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight, self.bias)
+        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+
+
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the weights of ``model``'s linear maps in ``dtype``, in which autocast multiplies: the same products to the
     bit, without a cast at every use (with gradients off, autocast keeps none of them). Not for training."""
     for module in model.modules():
         if type(module) is nn.Linear:  # not of `Fp32Linear`, nor of a map that rounds in its own way
             module.to(dtype)
+            module.__class__ = HeldLinear
