@@ -11,15 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import depth_commands, lab_command, launch
+from alcoda import cost_command, depth_commands, lab_command, launch
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
 from alcoda.show import (
     print_exit,
-    print_footprint,
     print_json,
-    print_ledger,
-    print_match,
     print_prefills,
     print_recipes,
     print_scores,
@@ -252,93 +249,6 @@ def pack(
 
 
 @app.command()
-def cost(
-    recipes: Annotated[list[Path], typer.Argument(help="Recipes, or run folders.", metavar="RECIPE...")],
-    overlays: With = None,
-    settings: Set = None,
-    loops: Annotated[
-        int | None, typer.Option(help="Depth of the forward pass, decoding and cache. Default: n_loops.")
-    ] = None,
-    plugin: Plugin = None,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            "--match",
-            help="Of two recipes, change the first so that it meets the second: params or flops. "
-            "--set then acts on the first only.",
-        ),
-    ] = None,
-    free: Annotated[
-        str | None,
-        typer.Option(
-            help="What --match may change: n_loops, d_ff, d_model (n_heads goes with it) or tokens (of the run). "
-            "Numbers that the recipe names stay; what it leaves to this one follows."
-        ),
-    ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            help="Which FLOPs a token --match flops compares: mean, of training at its mean depth (default), or max, "
-            "of a forward pass at n_loops."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Estimate memory, communication and time of a train step on so many ranks.")
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(help="How --ranks share the work: ddp or fsdp. Default: as the recipe says."),
-    ] = None,
-    peak_tflops: Annotated[
-        float | None, typer.Option(help="What a rank's device can do, 10^12 FLOP/s in the recipe's dtype. For times.")
-    ] = None,
-    utilisation: Annotated[float, typer.Option(help="The share of the peak that training reaches.")] = 0.4,
-    bandwidth_gbps: Annotated[
-        float | None, typer.Option(help="What a rank can send, 10^9 bits a second. For times.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """The ledger: parameters, FLOPs and cache bytes a token, by named term. --match: equal cost of two recipes.
-    --ranks: the memory, communication and time of a train step."""
-    from alcoda import api
-
-    files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
-    if ranks is None and (parallel is not None or utilisation != 0.4 or peak_tflops or bandwidth_gbps):
-        raise UsageError("--parallel, --peak-tflops, --utilisation and --bandwidth-gbps go with --ranks N")
-    if by is not None or free is not None or at is not None:
-        if by is None or free is None:
-            raise UsageError("--match and --free go together (--at with them): for example --match flops --free d_ff")
-        if len(recipes) != 2:
-            raise UsageError(f"--match takes two recipes, one to change and one to meet (got {len(recipes)})")
-        if loops is not None:
-            raise UsageError("--loops with --match: costs are compared at each recipe's own depths; leave --loops out")
-        if ranks is not None:
-            raise UsageError("--ranks with --match: ask for one of them at a time")
-        a, b = api.load_recipe(files[0], settings or (), overlays or ()), api.load_recipe(files[1])
-        print_match(api.match(a, b, by, free, at), recipes, settings or (), as_json)
-        return
-    found = []
-    for path, file in zip(recipes, files, strict=True):
-        recipe = api.load_recipe(file, settings or (), overlays or ())
-        step = None
-        if ranks is not None:
-            step = api.footprint(recipe, ranks, parallel, peak_tflops, utilisation, bandwidth_gbps)
-        found.append((str(path), api.cost(recipe, loops), step))
-    if as_json:
-        lines = [
-            {"recipe": name, **one.to_json(), **({"footprint": step.to_json()} if step else {})}
-            for name, one, step in found
-        ]
-        print_json(lines[0] if len(lines) == 1 else lines)
-        return
-    for name, one, step in found:
-        print_ledger(name, one)
-        if step is not None:
-            print_footprint(step)
-    print(f"convention: {found[0][1].convention}")
-
-
-@app.command()
 def laws(
     recipe: Annotated[Path, typer.Argument(help="A recipe, or a run folder.")],
     settings: Set = None,
@@ -402,6 +312,7 @@ def quickstart(
     print_json(main_job(out, fresh, settings or ()))
 
 
+app.command()(cost_command.cost)
 app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
 app.command()(depth_commands.calibrate)

@@ -251,7 +251,8 @@ def _attend_fused(
 
 
 def _attend_in_blocks(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
-    """Some queries at a time, of the keys up to the last of them: a mask alone would not spare those behind."""
+    """Some queries at a time, of the keys up to the last of them: a mask alone would not spare those behind. A mask in
+    one for all rows is of keys at positions 0 .. S - 1, and queries in order."""
     assert view.mask is not None
     parts = []
     for first in range(0, q_BHTK.size(2), QUERY_BLOCK_TOKENS):

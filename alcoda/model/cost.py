@@ -158,7 +158,7 @@ def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth
 def readout_flops(model: ModelConfig) -> int:
     """FLOPs a token of one read-out: all between the loop and the logits, over a context of ``seq_len`` keys."""
     parts = _parts(model, model.shape)
-    return sum(part.cost.flops * part.runs_forward for part in parts if part.per == "readout")
+    return sum(part.flops * part.runs_forward for part in parts if part.per == "readout")
 
 
 def _whole(flops: float) -> int | float:

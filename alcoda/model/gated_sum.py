@@ -11,7 +11,9 @@ from torch import Tensor
 def gated_sum(
     g_BTG1: Tensor, more_BTG1: Tensor | None, k_BTGK: Tensor, v_BTGK: Tensor, *more: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``g k + g' k'`` and ``g v + g' v'``, a gate a head; ``g k`` and ``g v`` where there is no more."""
+    """``g k + g' k'`` and ``g v + g' v'``, a gate a head; ``g k`` and ``g v`` where there is no more
+    (LRT, papers.md 4.1). Gates ``[B, T, G, 1]``; keys, values and ``more``, what the memory adds, ``[B, T, G, K]``.
+    """
     k_sum, v_sum = g_BTG1 * k_BTGK, g_BTG1 * v_BTGK
     if more_BTG1 is None:
         return k_sum, v_sum

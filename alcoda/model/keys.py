@@ -217,7 +217,7 @@ class Recall(NamedTuple):
     """What the tokens of a pass are told of earlier ones (`alcoda.model.memory`), a row a token.
 
     Attributes:
-        m_BTD: the memory of each.
+        m_BTD: the memory of each; None: zero, and nothing is computed of it.
         x0_BTD: what each is before the first block.
         shared: what the memory adds to keys and to values, ``[B, T, G K]`` each, where the layers share the maps.
     """
