@@ -74,6 +74,7 @@ __all__ = [
     "load_plugin",
     "load_recipe",
     "match",
+    "measured_in",
     "pack",
     "recipes",
     "samples",
@@ -256,7 +257,7 @@ def calibrate(
     found = _calibrate(
         loaded, rule, to, tolerances, loops, data, held_out, max_tokens=max_tokens, batch_size=batch_size
     )
-    found.save(loaded.run.exits_json)
+    found.save(loaded.run.writable().exits_json)
     return found
 
 
@@ -382,7 +383,7 @@ def write_report(
         runs = [runs]
     if not runs:
         raise UsageError("report: name at least one run")
-    folders = [RunFolder(run).check() for run in runs]
+    folders = [RunFolder.find(run).writable() for run in runs]
     for run in folders:
         measure_missing(run, prompts)
     return write_page([run.path for run in folders], Path(out), figures, tables)
@@ -401,14 +402,19 @@ def keep_scores(run: RunFolder, scores: dict[str, Any]) -> None:
     write_json(run.eval_json, scores)
 
 
+def measured_in(run: str | Path) -> Path:
+    """The folder that measurements of a run go to: its own; of a model that comes with the package, its copy here."""
+    return RunFolder.find(run).writable().path
+
+
 def keep_prefills(run: str | Path, found: PrefillsResult) -> None:
     """Write ``prefills.json``, which the report shows."""
-    write_json(RunFolder(run).prefills_json, found.to_json())
+    write_json(RunFolder(measured_in(run)).prefills_json, found.to_json())
 
 
 def keep_frontier(run: str | Path, found: FrontierResult) -> None:
     """Write ``frontier.json``, which the report shows."""
-    write_json(RunFolder(run).frontier_json, found.to_json())
+    write_json(RunFolder(measured_in(run)).frontier_json, found.to_json())
 
 
 def measure_missing(run: RunFolder, prompts: Sequence[str] = DEFAULT_PROMPTS) -> None:

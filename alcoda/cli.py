@@ -13,7 +13,7 @@ import typer
 
 from alcoda import cost_command, depth_commands, lab_command, launch
 from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With
+from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With, parse_keep
 from alcoda.show import (
     print_exit,
     print_json,
@@ -232,13 +232,21 @@ def pack(
     about: Annotated[
         Path | None, typer.Option(help="A Markdown file for the model card: the data, what it is for, its limits.")
     ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text of this split goes along, so much of each source: then it is measured where the corpora are "
+            "not. Repeatable.",
+            metavar="SPLIT=TOKENS",
+        ),
+    ] = None,
     plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """What inference needs of a run, to be handed on: weights in bf16, recipe, tokenizer, a model card."""
     from alcoda import api
 
-    packed = api.pack(run, out, checkpoint, dtype, about)
+    packed = api.pack(run, out, checkpoint, dtype, about, dict(map(parse_keep, keep or ())))
     if as_json:
         print_json(packed.to_json())
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from alcoda.errors import UsageError, did_you_mean
-from alcoda.options import Checkpoint, Json, MaxTokens, Plugin, Run
+from alcoda.options import Checkpoint, Json, MaxTokens, Plugin, Run, parse_tokens
 from alcoda.show import print_frontier, print_json, print_probe, print_tiers, say
 
 LABELS = {"argmax": "argmax_changes", "loss": "loss_falls"}
@@ -41,7 +41,7 @@ def probe(
     found = api.fit_probe(run, LABELS[label], delta, loops, data, out=out, seed=seed, **how)  # pyrefly: ignore
     if not as_json:
         print_probe(found)
-        say(f"{found.path}; next: alcoda eval {run} --exit probe:0.1")
+        say(f"{found.path}; next: alcoda eval {api.measured_in(run)} --exit probe:0.1")
     print_json(found.to_json())
 
 
@@ -95,7 +95,8 @@ def calibrate(
                     f"{one.name}: on {held_out} it loses {one.held_out.excess:.3%}, more than the {one.tolerance:.2%} "
                     "that it keeps within on the text it was chosen on; calibrate on more (--tokens), or more strictly"
                 )
-        say(f"{run / 'exits.json'}; next: alcoda generate {run} --exit {found.tiers[0].name} --prompt TEXT")
+        where = api.measured_in(run)
+        say(f"{where / 'exits.json'}; next: alcoda generate {where} --exit {found.tiers[0].name} --prompt TEXT")
     print_json(found.model_dump(mode="json"))
 
 
@@ -126,20 +127,6 @@ def frontier(
         say(found.note or f"intervals over {found.n_units} documents, {found.n_tokens:,} tokens")
     print_json(found.to_json())
     api.keep_frontier(run, found)  # last: where it cannot be written, it has been said
-
-
-def parse_tokens(text: str) -> int | None:
-    """``20k`` as 20,000; None for ``all``."""
-    if text == "all":
-        return None
-    number, scale = (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
-    try:
-        found = round(float(number) * scale)
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 2:
-        raise UsageError(f"--tokens {text}: a number of 2 or more, as 20000, 20k or 1M; or all")
-    return found
 
 
 def _tier(text: str) -> tuple[str, float]:

@@ -48,8 +48,9 @@ def lab(
     as_json: Json = False,
 ) -> None:
     """When do tokens converge in the loop, which ones, and to a fixed point; and what does it save to leave there? The
-    last line is JSON."""
+    last line is JSON; the page is RUN/report.html."""
     from alcoda import api
+    from alcoda.training.run import RunFolder
 
     lm = api.load(run, checkpoint)
     found = api.lab(
@@ -72,10 +73,14 @@ def lab(
             print_frontier(points)
         elif frontier:
             say(f"no frontier of exit rules: {why_not}")
-        say(f"lab: {out or run / 'lab'}; next: alcoda report {run}")
+        say(f"lab: {out or api.measured_in(run) / 'lab'}")
     print_json({**found.to_json(), "frontier": points and points.to_json()})
+    # Last: where one cannot be written, what was measured has been said.
     if points is not None and out is None:
         api.keep_frontier(run, points)
+    if out is None:
+        page = RunFolder(api.measured_in(run)).report
+        say(f"page: {api.write_report([run], page)}")
 
 
 def _why_no_frontier(lm: LM) -> str:

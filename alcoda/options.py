@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from alcoda.errors import UsageError
+
 Run = Annotated[
     Path, typer.Argument(help="A run folder (what alcoda train --out or alcoda pack wrote).", metavar="RUN")
 ]
@@ -48,3 +50,26 @@ With = Annotated[
 MaxTokens = Annotated[str, typer.Option("--tokens", help="Of each source at most: 20000, 20k, all.", metavar="NUMBER")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
+
+
+def parse_tokens(text: str, option: str = "--tokens") -> int | None:
+    """``20k`` as 20,000; None for ``all``."""
+    if text == "all":
+        return None
+    number, scale = (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    try:
+        found = round(float(number) * scale)
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 2:
+        raise UsageError(f"{option} {text}: a number of 2 or more, as 20000, 20k or 1M; or all")
+    return found
+
+
+def parse_keep(text: str) -> tuple[str, int]:
+    """``valid=200k`` as ("valid", 200000)."""
+    split, equals, tokens = text.partition("=")
+    n_tokens = parse_tokens(tokens, f"--keep {split}=") if equals else None
+    if n_tokens is None:
+        raise UsageError(f"--keep {text}: SPLIT=TOKENS, for example valid=200k")
+    return split, n_tokens

@@ -1,6 +1,7 @@
-"""The main job: train a small elastic model on text that is always there, measure it at several depths, show it.
+"""The main job: show the model that comes with alcoda, then train a small elastic one on text that is always there,
+measure it at several depths, show it.
 
-Every part leaves a file in the run folder; a second run does only what is missing.
+Every part of the training leaves a file in the run folder; a second run does only what is missing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from alcoda import api
 from alcoda.data.prepare import Data, prepare
 from alcoda.errors import UsageError
 from alcoda.files import read_json
 from alcoda.measure.bigram import Bigram
+from alcoda.measure.frontier import FrontierResult, Point, UniformPoint
 from alcoda.stderr import STDERR
 from alcoda.training.recipe import Recipe, load_recipe
 from alcoda.training.run import RUN_FILES, RunFolder
@@ -40,18 +44,20 @@ def quickstart(
         settings: ``"a.b=c"`` over the recipe.
 
     Returns:
-        ``run``, ``report``, ``tokens``, ``params``, ``bits_per_byte`` (loops -> value), ``gain_8_over_1`` with its
-        interval, ``bigram_bits_per_byte``, ``wall_s`` and ``peak_rss_mb``; ``status`` is ``stopped`` where a signal
-        ended the training.
+        ``shipped`` (`show_shipped`), ``run``, ``report``, ``tokens``, ``params``, ``bits_per_byte`` (loops -> value),
+        ``gain_8_over_1`` with its interval, ``bigram_bits_per_byte``, ``wall_s`` and ``peak_rss_mb``; ``status`` is
+        ``stopped`` where a signal ended the training.
     """
     began = time.perf_counter()
-    say = Console(file=STDERR, highlight=False, soft_wrap=True).print
+    console = Console(file=STDERR, highlight=False, soft_wrap=True)
+    say = console.print
     recipe = load_recipe(RECIPE, settings).resolved()
+    shipped = show_shipped(console)
     run = RunFolder(out)
     aside = _set_aside(run) if fresh else None
     ledger = recipe.ledger()
     say(
-        f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.n_steps} steps, "
+        f"[bold]2/5[/] training: {ledger.params:,} parameters, {recipe.n_steps} steps, "
         f"loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}"
     )
     try:
@@ -68,18 +74,18 @@ def quickstart(
         say(f"stopped at step {trained.train_step}; the same command goes on from there")
         return {"run": str(run.path), "status": "stopped", "tokens": trained.tokens, "params": ledger.params}
     say(
-        f"[bold]2/4[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on"
+        f"[bold]3/5[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on"
     )
     scores = _evaluate(recipe, run)
     for row in scores["by_depth"]:
         say(f"      {row['loops']:>3} loops  {row['bits_per_byte']:.4f}  [{row['low']:.4f}, {row['high']:.4f}]")
     say(f"      bigram   {scores['bigram_bits_per_byte']:.4f}")
-    say("[bold]3/4[/] the same prompt at two depths")
+    say("[bold]4/5[/] the same prompt at two depths")
     api.measure_missing(run)
     for sample in read_json(run.samples_json)[:2]:
         say(f"      [bold]{sample['loops']} loops[/]")
         say(sample["prompt"] + sample["text"].rstrip(), markup=False)
-    say("[bold]4/4[/] report")
+    say("[bold]5/5[/] report")
     page = api.write_report([run.path], run.report)
     say(
         f"report: {page}\n"
@@ -92,6 +98,7 @@ def quickstart(
         "run": str(run.path),
         "report": str(page),
         "status": "finished",
+        "shipped": shipped,
         "tokens": trained.tokens,
         "params": ledger.params,
         "bits_per_byte": scores["bits_per_byte"],
@@ -101,6 +108,67 @@ def quickstart(
         "wall_s": round(time.perf_counter() - began, 1),
         "peak_rss_mb": round(peak_rss_bytes() / 1e6),
     }
+
+
+SHOWN, PROMPT, TIER = "mini", "Once upon a time", "balanced"
+SHADES = ("#0b3c5d", "#14507a", "#1f6699", "#4a7f86", "#8a8a55", "#b98b3a", "#c96f2b", "#b5442a")
+"""Grounds of a token, from the fewest loops to the most."""
+
+
+def show_shipped(console: Console) -> dict[str, Any]:
+    """A passage that the model of the package writes, each token coloured by its loops, and what leaving early costs.
+
+    Returns:
+        ``name``, ``exit``, ``mean_loops`` and ``tokens_per_s`` of the passage, ``sufficient_loops`` of the frontier.
+    """
+    say, lm, depths = console.print, api.load(SHOWN), []
+    say(
+        f"[bold]1/5[/] {SHOWN}, which comes with alcoda: {sum(p.numel() for p in lm.model.parameters()):,} parameters, "
+        f"at most {lm.n_loops} loops a token; --exit {TIER}: a token leaves the loop when its state has settled"
+    )
+    began = time.perf_counter()
+    written, ran = Text(PROMPT), []
+    for piece in lm.stream(PROMPT, exit=TIER, max_tokens=100, temperature=0.7, depths=depths):
+        ran.append(int(depths[-1][0, -1]))
+        written.append(piece, style=f"white on {_shade(ran[-1], lm.n_loops)}")
+    seconds = time.perf_counter() - began
+    say(written)
+    legend = Text("loops ")
+    for loop in range(1, lm.n_loops + 1):
+        legend.append(f" {loop} ", style=f"white on {_shade(loop, lm.n_loops)}")
+    legend.append(
+        f"  {sum(ran) / max(len(ran), 1):.2f} a token; " + ", ".join(f"{n}: {ran.count(n)}" for n in sorted({*ran}))
+    )
+    say(legend)
+    found = api.frontier(lm, ["state"], points=4, max_tokens=4096)
+    table = Table(
+        "", "loops", "bits/byte", "of the loss", "FLOPs", title="what leaving early costs", title_justify="left"
+    )
+    for one in found.uniform:
+        table.add_row("all tokens at", str(one.loops), *_cells(one, found))
+    for point in found.curves[0].points:
+        table.add_row("state rule, mean", f"{point.mean_loops:.2f}", *_cells(point, found))
+    say(table)
+    say(
+        f"      next: {program()} generate {SHOWN} --prompt '{PROMPT}' --exit {TIER} --temperature 0.7\n"
+        f"            {program()} lab {SHOWN}"
+    )
+    return {
+        "name": SHOWN,
+        "exit": TIER,
+        "mean_loops": sum(ran) / max(len(ran), 1),
+        "tokens_per_s": round(len(ran) / seconds, 1),
+        "sufficient_loops": found.sufficient_loops,
+    }
+
+
+def _shade(loop: int, n_loops: int) -> str:
+    return SHADES[round((len(SHADES) - 1) * (loop - 1) / max(n_loops - 1, 1))]
+
+
+def _cells(point: UniformPoint | Point, found: FrontierResult) -> list[str]:
+    share = point.flops_per_token / found.uniform[-1].flops_per_token
+    return [f"{point.bits_per_byte:.4f}", f"{point.excess:+.2%}", f"{share:.0%}"]
 
 
 def program() -> str:

@@ -1,6 +1,6 @@
-"""What replaying exits costs in time, as ratios within one process. The last line is JSON.
+"""What replaying exits costs in time, as ratios within one process, and the lab of one model. The last line is JSON.
 
-    python benchmarks/replay.py [--repeats 9] [--width 256] [--rows 8]
+    python benchmarks/replay.py [--repeats 9] [--width 256] [--rows 8] [--lab mini]
 
 A pass with exits over the plain pass of the same rows at 8 loops, logits included, with the elastic model and with
 anchor keys:
@@ -10,6 +10,9 @@ b. leaving: at thresholds under which a quarter of all scores lie at each loop, 
    to the last, and states and keys are frozen all the way: at most 1.15;
 c. kl: the KL rule at threshold 0, which takes coda and head after each loop. No target: the ledger's ratio beside it.
 
+Then `alcoda lab` as anyone would run it, page included: trajectories of at most 200,000 tokens of each source to 16
+loops, and the frontier of every rule on 20,000: within 600 s and 3 GB on two cores (--lab "" leaves it out).
+
 Each comparison runs A B A B ... and takes the median over neighbouring pairs, with their quartiles beside it. On one
 thread (--threads 1) it reads the time that the process had of the CPU, which other work on the machine disturbs less.
 """
@@ -18,8 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -43,6 +51,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "anchor": {"keys": "anchor", "inject": "concat"},
 }
 TARGETS = {"never": 1.15, "leaving": 1.15}
+LAB_TARGETS = {"seconds": 600.0, "peak_rss_mb": 3000.0}
 
 
 def leaving(model: RecurrentLM, ids_BT: Tensor) -> StateChange:
@@ -96,12 +105,34 @@ def measured(config: ModelConfig, rows: int, dtype: torch.dtype, repeats: int) -
     return found
 
 
+def lab(run: str) -> dict[str, Any]:
+    """Seconds and the largest resident memory of ``alcoda lab RUN`` in a process and a folder of its own."""
+    run = str(Path(run).resolve()) if Path(run).exists() else run
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "alcoda", "lab", run, "--json"], cwd=folder, stdout=subprocess.PIPE, check=True
+        )
+    seconds = time.perf_counter() - began
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "run": Path(run).name,
+        "tokens": said["n_tokens"],
+        "loops": said["loops"],
+        "frontier_tokens": said["frontier"] and said["frontier"]["n_tokens"],
+        "seconds": round(seconds, 1),
+        # The largest child so far: nothing else has been started here.
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--threads", type=int, help="torch's threads (its own choice where not set)")
+    parser.add_argument("--lab", default="mini", metavar="RUN", help="a run, or the name of a model of the package")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -121,8 +152,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for what, target in TARGETS.items()
         if by_what[what]["ratio"] > target
     ]
+    studied = lab(options.lab) if options.lab else {}
+    if studied:
+        print(
+            f"lab of {studied['run']}: {studied['seconds']} s, {studied['peak_rss_mb']} MB at its largest", flush=True
+        )
+    above += [f"lab, {name}: {studied[name]}" for name, top in LAB_TARGETS.items() if studied and studied[name] > top]
     machine, sizes = describe(CPU, torch.float32), {"width": options.width, "rows": options.rows, "loops": LOOPS}
-    print(json.dumps({"machine": machine, **sizes, **found, "targets": TARGETS, "above_target": above}))
+    print(
+        json.dumps(
+            {
+                "machine": machine,
+                **sizes,
+                **found,
+                "lab": studied,
+                "targets": TARGETS | LAB_TARGETS,
+                "above_target": above,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def lab(
     if tokens < LEAST_TOKENS:
         raise UsageError(f"tokens={tokens}: too few for a distribution; give {LEAST_TOKENS} or more")
     text = Text.open(run, data, tokens)
-    out = out or run.run.lab
+    out = out or run.run.writable().lab
     with disk(out):
         out.mkdir(parents=True, exist_ok=True)
     notes = []

@@ -145,7 +145,7 @@ def fit_probe(
     weight_D, bias_R = logistic(fit.x_NRD, fit.true_NR)
     # The last loop has no later one: it takes the bias of the one before, and is never asked.
     weights = ProbeWeights(weight_D, torch.cat([bias_R, bias_R[-1:]]), label, fingerprint(run.model), delta)  # pyrefly: ignore
-    path = run.run.probe if out is None else out
+    path = run.run.writable().probe if out is None else out
     weights.save(path)
     found = {"path": str(path), "label": label, "delta": delta, "data": data, "train_step": run.train_step}
     return _result(found, n_loops, weight_D, bias_R, fit, held)

@@ -107,9 +107,11 @@ class Text:
 
 
 def streams_of(run: LoadedRun, data: str) -> Mapping[str, Stream]:
-    """The streams of a split of the run's data, or of a corpus, by source."""
+    """The streams of a split of the run's data (of a packed run: of what went along), or of a corpus, by source."""
     parts = ("train", *Splits.model_fields)
     if data in parts:
+        if kept := run.run.kept(data):
+            return {name: open_corpus(spec, run.tokenizer) for name, spec in kept.items()}
         prepared = prepare(run.recipe.data, run.tokenizer)
         run.run.check_corpora(prepared)
         return prepared.split(data)

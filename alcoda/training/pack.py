@@ -5,6 +5,7 @@ A packed run is a run: it can be read, evaluated, measured and started from (``-
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from alcoda.data.prepare import prepare
+from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.record import fingerprint
 from alcoda.errors import UsageError
 from alcoda.files import read_json, whole_folder, write_json, write_text
@@ -50,7 +53,12 @@ class Packed:
 
 
 def pack(
-    run: str | Path, out: str | Path, which: str = "best", dtype: str = "bfloat16", about: str | Path | None = None
+    run: str | Path,
+    out: str | Path,
+    which: str = "best",
+    dtype: str = "bfloat16",
+    about: str | Path | None = None,
+    keep: Mapping[str, int] | None = None,
 ) -> Packed:
     """Write a run that holds one checkpoint's weights and nothing that only training needs.
 
@@ -58,12 +66,14 @@ def pack(
         which: the checkpoint: ``best``, ``last``, or its name.
         dtype: of the weights: ``bfloat16`` or ``float32``.
         about: a Markdown file that the card quotes: what the data are, what the model is for, its limits.
+        keep: splits whose text goes along, at most so many tokens of each source (``{"valid": 200_000}``): then it can
+            be measured where its corpora are not.
 
     Raises:
-        UsageError: no run, no such checkpoint, ``out`` is not empty, an unknown dtype.
+        UsageError: no run, no such checkpoint, ``out`` is not empty, an unknown dtype or split.
         RunError: a damaged checkpoint.
     """
-    source, out = RunFolder(run).check(), Path(out)
+    source, out = RunFolder.find(run), Path(out)
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}. Allowed: {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,7 +81,9 @@ def pack(
     text = _read_about(about)
     where = pick_checkpoint(source, which)
     before = checkpoint.check(where)
-    check_tokenizer(source, where, source.load_tokenizer())
+    tokenizer = source.load_tokenizer()
+    check_tokenizer(source, where, tokenizer)
+    texts = _texts(source, tokenizer, keep or {})
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in checkpoint.read_weights(where).items()}
     step = before["train_step"]
     if out.exists():
@@ -88,6 +100,9 @@ def pack(
         checkpoint.save_weights(
             new.checkpoints, step, weights, {key: before[key] for key in ("tokens", "tokenizer_sha256")}
         )
+        for name, lines in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_text(folder / name, lines)
         for path in _measured(source, step, weights):
             shutil.copyfile(path, folder / path.name)
         write_text(folder / "README.md", card(new, text))
@@ -100,6 +115,24 @@ def pack(
         file.stat().st_size,
         sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )
+
+
+def _texts(run: RunFolder, tokenizer: Tokenizer, keep: Mapping[str, int]) -> dict[str, str]:
+    """Files of JSON lines, a document each, by their names in a run folder."""
+    data = prepare(run.recipe().data, tokenizer) if keep else None
+    found = {}
+    for split, max_tokens in keep.items() if data is not None else ():
+        run.check_corpora(data)
+        for source, stream in data.split(split).items():
+            lines, left = [], max_tokens
+            for ids_T in stream.documents():
+                raw = tokenizer.decode_bytes(ids_T[ids_T != tokenizer.eot][:left])
+                lines.append(json.dumps({"text": raw.decode(errors="ignore")}, ensure_ascii=False) + "\n")
+                left -= len(ids_T)
+                if left <= 0:
+                    break
+            found[f"{run.texts.name}/{split}/{source}.jsonl"] = "".join(lines)
+    return found
 
 
 def _measured(run: RunFolder, step: int, weights: Mapping[str, Tensor]) -> list[Path]:

@@ -10,6 +10,8 @@ prefills.json      (by alcoda eval --prefill all)
 probe.safetensors  (by alcoda probe)
 exits.json         (by alcoda calibrate)
 frontier.json      (by alcoda frontier)
+lab/               (by alcoda lab)
+texts/valid/*.jsonl  (by alcoda pack --keep: splits that went along)
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -30,7 +33,7 @@ from alcoda.data.prepare import Data
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import File
 from alcoda.errors import RunError, UsageError
-from alcoda.files import disk, read_json, write_json
+from alcoda.files import disk, read_json, whole_folder, write_json
 from alcoda.training.recipe import Recipe, load_recipe
 
 MAY_CHANGE = (
@@ -64,6 +67,7 @@ RUN_FILES = (
     "run.json",
     "samples.json",
     "tensorboard",
+    "texts",
     "tokenizer.json",
     "wandb",
 )
@@ -96,6 +100,7 @@ class RunFolder:
         self.exits_json = self.path / "exits.json"
         self.frontier_json = self.path / "frontier.json"
         self.lab = self.path / "lab"
+        self.texts = self.path / "texts"
         self.report = self.path / "report.html"
 
     @property
@@ -109,6 +114,24 @@ class RunFolder:
         if not Path(path).exists() and str(path) in shipped():
             return cls(SHIPPED / str(path)).check()
         return cls(path).check()
+
+    def writable(self) -> RunFolder:
+        """Where measurements of the run go: itself; of one that comes with the package, its copy ``runs/NAME`` here,
+        made where there is none. UsageError where another run lies there."""
+        if self.path.parent != SHIPPED:
+            return self
+        own = RunFolder(Path("runs") / self.path.name)
+        if not own.path.exists():
+            with disk(own.path):
+                own.path.parent.mkdir(exist_ok=True)
+            with whole_folder(own.path) as folder:
+                shutil.copytree(self.path, folder, dirs_exist_ok=True)
+        elif not own.run_json.exists() or own.record().get("packed") != self.record()["packed"]:
+            raise UsageError(
+                f"{own.path} is where measurements of the model {self.path.name} go, which comes with alcoda, and it "
+                "holds something else: move it away, or work in another folder"
+            )
+        return own
 
     def check(self) -> RunFolder:
         """The folder, if a run is in it; UsageError otherwise."""
@@ -151,6 +174,10 @@ class RunFolder:
                 f"{self.path} was begun with another config:{lines}\nResume with the same config, or begin a new run "
                 f"with another --out (only these may change: {', '.join(MAY_CHANGE)})"
             )
+
+    def kept(self, split: str) -> dict[str, str]:
+        """Corpora with the text of a split of a packed run, by the sources' names; empty where none went along."""
+        return {path.stem: f"jsonl:{path}" for path in sorted((self.texts / split).glob("*.jsonl"))}
 
     def check_corpora(self, data: Data) -> None:
         """Refuse text other than that which the run was begun with: its splits would not be the run's."""

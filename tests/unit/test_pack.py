@@ -26,7 +26,7 @@ MODEL = {"vocab_size": 257, "seq_len": 16, "d_model": 16, "n_heads": 2, "n_loops
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pack")
-    (folder / "words.txt").write_text("once upon a time there was a word and another word\n\n" * 40)
+    (folder / "words.txt").write_text("once upon a time there was a word and another word\n<|endoftext|>\n" * 1000)
     recipe: dict[str, Any] = {
         "name": "words",
         "description": "a few words",
@@ -189,3 +189,45 @@ def test_its_record_says_where_it_comes_from(trained: Path, tmp_path: Path) -> N
         "dtype": "bfloat16",
     }
     assert "command" not in record and record["status"] == "packed"
+
+
+def test_text_goes_along_and_is_measured_where_the_corpus_is_not(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = alcoda.evaluate(trained, [2])
+    packed = pack(trained, tmp_path / "packed", dtype="float32", keep={"valid": 10_000})
+    corpus = trained.parent / "words.txt"
+    text = corpus.read_text()
+    corpus.unlink()
+    try:
+        after = alcoda.evaluate(packed.path, [2])
+        assert (after.n_bytes, after.bits_per_byte) == (before.n_bytes, before.bits_per_byte)
+        assert alcoda.lab(packed.path, tokens=64, loops=2).n_tokens > 0
+        with pytest.raises(UsageError, match="there is no file or folder"):
+            alcoda.evaluate(packed.path, [2], "calib")
+    finally:
+        corpus.write_text(text)
+    few = pack(trained, tmp_path / "few", keep={"valid": 20})
+    assert alcoda.evaluate(few.path, [2]).n_bytes < before.n_bytes
+    with pytest.raises(UsageError, match="split 'vaild': there is none"):
+        pack(trained, tmp_path / "bad", keep={"vaild": 20})
+    assert not (tmp_path / "bad").exists()
+
+
+def test_measurements_of_a_model_of_the_package_go_to_a_copy(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SHIPPED", tmp_path / "shipped")
+    shipped = pack(trained, tmp_path / "shipped/tiny", keep={"valid": 10_000}).path
+    files = sorted(path.relative_to(shipped) for path in shipped.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    tiers = alcoda.calibrate("tiny", data="valid")
+    own = tmp_path / "runs/tiny"
+    assert (own / "exits.json").exists() and alcoda.load(own).loaded.exit(tiers.tiers[0].name).tier
+    alcoda.lab("tiny", tokens=64, loops=2)
+    assert (own / "lab/lab.json").exists()
+    assert alcoda.write_report("tiny", tmp_path / "page.html").exists() and (own / "samples.json").exists()
+    assert sorted(path.relative_to(shipped) for path in shipped.rglob("*")) == files
+    (own / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds something else"):
+        alcoda.lab("tiny", tokens=64, loops=2)
