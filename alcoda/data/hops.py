@@ -8,9 +8,18 @@ number of hops may be taken modulo a short one. No question is asked twice, and 
 is asked from again, so that an earlier answer seldom shortens a later one. A start stands right before its answer, as a
 source before its target: one hop is then what induction does, which a model learns first.
 
+With ``ends``, links are definitions, each after that of its target, and a question "start end" asks where that leads:
+
+    hops: B C; A B; D C? D C? A C? B C
+
+``ends`` of the letters are never defined; every other is defined by an earlier one, at a depth of 1 to ``hops`` links
+from its end, all depths alike. The number of hops is not told: more than are needed change nothing, so an answer is a
+fixed point. And what a letter leads to can be worked out where it is defined, from where its target was, a link a loop;
+a model learns that in minutes, where the questions above take it through links in any order (docs/LOG.md).
+
 Nodes are capital letters after a space, as numbers are: with the project's byte-level BPE each is one token, the same
-in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens. Best that is
-``seq_len``: each row of a batch is then one document (``mix_unit: row``). A row of several holds the same letters in
+in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens, or with ends
+``3 (nodes - ends) + 3 queries + 2``. Best that is ``seq_len``: each row of a batch is then one document (``mix_unit: row``). A row of several holds the same letters in
 several cycles, and a document that is cut leaves questions without their links.
 """
 
@@ -36,8 +45,8 @@ _KEY = 0x40B5
 _BLOCK = 256
 """Documents that are drawn together; other sizes give other documents."""
 _NAMES = string.ascii_uppercase
-_LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\? \d{1,2} [A-Z] [A-Z])*)")
-_QUESTION = re.compile(rb"\? (\d+) ([A-Z])( [A-Z])")
+_LINKS = re.compile(rb"hops:((?: [A-Z] [A-Z];)* [A-Z] [A-Z])((?:\?(?: \d{1,2})? [A-Z] [A-Z])*)")
+_QUESTION = re.compile(rb"\?(?: (\d+))? ([A-Z])( [A-Z])")
 
 
 class HopsOptions(Config):
@@ -47,8 +56,10 @@ class HopsOptions(Config):
     """Nodes of a document, its links too; the first letters of the alphabet."""
     hops: PositiveInt = 8
     """The largest number of hops that is asked; less than nodes."""
+    ends: PositiveInt | None = None
+    """Nodes that are never defined; then links are definitions, and questions are of where they lead."""
     queries: PositiveInt | None = None
-    """Questions of a document, all different; as many as nodes where not set."""
+    """Questions of a document, all different; as many as nodes (of those that are defined, with ends) where not set."""
     docs: PositiveInt = 20_000
     """Documents."""
     seed: NonNegativeInt = 0
@@ -58,6 +69,8 @@ class HopsOptions(Config):
 
     @model_validator(mode="after")
     def _no_way_round(self) -> Self:
+        if self.ends is not None:
+            return self._deep_enough(self.nodes - self.ends)
         if self.hops >= self.nodes:
             raise ValueError(
                 f"hops={self.hops} with nodes={self.nodes}: as many hops as nodes lead back to the start, so hops is "
@@ -70,10 +83,18 @@ class HopsOptions(Config):
             )
         return self
 
+    def _deep_enough(self, n_defined: int) -> Self:
+        what = f"nodes={self.nodes} and ends={self.ends}: {max(n_defined, 0)} nodes are defined"
+        if self.hops > n_defined:
+            raise ValueError(f"hops={self.hops} with {what}, too few for so many hops; lower hops or ends")
+        if self.n_queries > n_defined:
+            raise ValueError(f"queries={self.queries} with {what}, and each is asked once; lower queries or ends")
+        return self
+
     @property
     def n_queries(self) -> int:
         """Questions of a document."""
-        return self.queries or self.nodes
+        return self.queries or self.nodes - (self.ends or 0)
 
 
 @form("hops")
@@ -94,7 +115,8 @@ class Hops(Corpus):
         self.n_bytes = self.options.docs * len(_block(self.options, 0)[0])
 
     def content_hash(self) -> str:
-        what = f"{self.form} {_FORMAT} {self.options.model_dump_json()}"
+        others = {"ends"} if self.options.ends is None else set()
+        what = f"{self.form} {_FORMAT} {self.options.model_dump_json(exclude=others)}"
         return hashlib.sha256(what.encode()).hexdigest()
 
     def asked(self, document: bytes) -> list[tuple[int, int]]:
@@ -127,6 +149,37 @@ def _parse(spec: str, rest: str) -> dict[str, int | float]:
 
 def _block(options: HopsOptions, block: int) -> list[str]:
     """Documents ``block * _BLOCK`` and on: made many at a time, because arrays of nine numbers are slow."""
+    return _cycles(options, block) if options.ends is None else _trees(options, options.ends, block)
+
+
+def _trees(options: HopsOptions, n_ends: int, block: int) -> list[str]:
+    n, n_hops = options.nodes, options.hops
+    drawn_MX = hashes(_BLOCK * n * (n + 3), _KEY, options.seed, block).reshape(_BLOCK, -1, n)
+    name_MN, asked_MN = (np.argsort(drawn_MX[:, i], axis=1, kind="stable") for i in (0, 1))
+    asked_MQ = asked_MN[asked_MN >= n_ends].reshape(_BLOCK, -1)[:, : options.n_queries]
+    # The depth of each node, from the shares; no more than one below the deepest before it.
+    shares_H = 1 / np.arange(1, n_hops + 1) ** options.skew
+    wanted_MN = np.searchsorted(np.cumsum(shares_H / shares_H.sum())[:-1], (drawn_MX[:, 2] >> np.uint64(11)) * 2.0**-53)
+    depth_MN, end_MN, target_MN = (np.zeros((_BLOCK, n), np.int64) for _ in range(3))
+    end_MN[:, :n_ends] = np.arange(n_ends)
+    for i in range(n_ends, n):
+        above_M = np.minimum(wanted_MN[:, i], depth_MN[:, :i].max(1))
+        drawn_MI = np.where(depth_MN[:, :i] == above_M[:, None], drawn_MX[:, 3 + i, :i], 0)
+        target_MN[:, i] = drawn_MI.argmax(1)
+        depth_MN[:, i] = above_M + 1
+        end_MN[:, i] = np.take_along_axis(end_MN, target_MN[:, i : i + 1], 1)[:, 0]
+
+    def named(nodes: np.ndarray) -> list[list[int]]:
+        return np.take_along_axis(name_MN, nodes, 1).tolist()
+
+    links = zip(name_MN[:, n_ends:].tolist(), named(target_MN[:, n_ends:]), strict=True)
+    asked = zip(named(asked_MQ), named(np.take_along_axis(end_MN, asked_MQ, 1)), strict=True)
+    return [
+        f"hops:{';'.join(_pairs(*pair))}?{'?'.join(_pairs(*query))}" for pair, query in zip(links, asked, strict=True)
+    ]
+
+
+def _cycles(options: HopsOptions, block: int) -> list[str]:
     n, n_hops, n_queries = options.nodes, options.hops, options.n_queries
     n_rounds = -(-n_queries // n)
     drawn_MX = hashes(_BLOCK * n * (2 + n_rounds + n_hops), _KEY, options.seed, block).reshape(_BLOCK, -1)
@@ -147,10 +200,13 @@ def _block(options: HopsOptions, block: int) -> list[str]:
     return [_text(*pair, *query) for pair, query in zip(links, asked, strict=True)]
 
 
+def _pairs(firsts: list[int], seconds: list[int]) -> Iterator[str]:
+    return (f" {_NAMES[a]} {_NAMES[b]}" for a, b in zip(firsts, seconds, strict=True))
+
+
 def _text(sources: list[int], targets: list[int], starts: list[int], hops: list[int], ends: list[int]) -> str:
-    links = (f" {_NAMES[a]} {_NAMES[b]}" for a, b in zip(sources, targets, strict=True))
     asked = (f"? {h} {_NAMES[a]} {_NAMES[b]}" for a, h, b in zip(starts, hops, ends, strict=True))
-    return f"hops:{';'.join(links)}{''.join(asked)}"
+    return f"hops:{';'.join(_pairs(sources, targets))}{''.join(asked)}"
 
 
 class Answer(NamedTuple):
@@ -168,10 +224,12 @@ def answers(text: str | bytes) -> list[Answer]:
     for document in _LINKS.finditer(raw):
         target = {link[1:2]: link[3:4] for link in document[1].split(b";")}
         for asked in _QUESTION.finditer(document[2]):
-            hops, node = int(asked[1]), asked[2]
-            for _ in range(hops):
-                node = target.get(node)
-            if node == asked[3].strip():
+            hops, node = 0, asked[2]
+            most = len(target) if asked[1] is None else int(asked[1])  # more, without a number, is a way round
+            while hops < most and node in target:
+                hops, node = hops + 1, target[node]
+            is_there = 0 < hops and node not in target if asked[1] is None else hops == most
+            if is_there and node == asked[3].strip():
                 start, stop = asked.span(3)
                 found.append(Answer(document.start(2) + start, document.start(2) + stop, hops))
     return found
