@@ -12,15 +12,17 @@ With ``ends``, links are definitions, each after that of its target, and a quest
 
     hops: B C; A B; D C? D C? A C? B C
 
-``ends`` of the letters are never defined; every other is defined by an earlier one, at a depth of 1 to ``hops`` links
-from its end, all depths alike. The number of hops is not told: more than are needed change nothing, so an answer is a
-fixed point. And what a letter leads to can be worked out where it is defined, from where its target was, a link a loop;
-a model learns that in minutes, where the questions above take it through links in any order (docs/LOG.md).
+``ends`` of the letters are never defined. Every other is defined by one before it, of an end that is drawn anew each
+time: by the last of that end, until one is ``hops`` links from it; then by any. The number of hops is not told: more
+than are needed change nothing, so an answer is a fixed point. And what a letter leads to can be worked out where it is
+defined, from where its target was, a link a loop; a model learns that in minutes, where the questions above take it
+through links in any order (docs/LOG.md).
 
 Nodes are capital letters after a space, as numbers are: with the project's byte-level BPE each is one token, the same
 in links and questions, and a document with its end-of-text token is ``3 nodes + 4 queries + 2`` tokens, or with ends
-``3 (nodes - ends) + 3 queries + 2``. Best that is ``seq_len``: each row of a batch is then one document (``mix_unit: row``). A row of several holds the same letters in
-several cycles, and a document that is cut leaves questions without their links.
+``3 (nodes - ends) + 3 queries + 2``. Best that is ``seq_len``: each row of a batch is then one document (``mix_unit:
+row``). A row of several holds the same letters with other links, and a document that is cut leaves questions without
+theirs.
 """
 
 from __future__ import annotations
@@ -154,26 +156,30 @@ def _block(options: HopsOptions, block: int) -> list[str]:
 
 def _trees(options: HopsOptions, n_ends: int, block: int) -> list[str]:
     n, n_hops = options.nodes, options.hops
-    drawn_MX = hashes(_BLOCK * n * (n + 3), _KEY, options.seed, block).reshape(_BLOCK, -1, n)
+    drawn_MX = hashes(_BLOCK * n * (n + 4), _KEY, options.seed, block).reshape(_BLOCK, -1, n)
     name_MN, asked_MN = (np.argsort(drawn_MX[:, i], axis=1, kind="stable") for i in (0, 1))
     asked_MQ = asked_MN[asked_MN >= n_ends].reshape(_BLOCK, -1)[:, : options.n_queries]
-    # The depth of each node, from the shares; no more than one below the deepest before it.
+    # Of each node its tree, that of each end once before any is drawn. It goes below the deepest there so far, until
+    # that is deep enough; then its depth is drawn from the shares.
+    tree_MN = (drawn_MX[:, 2] % np.uint64(n_ends)).astype(np.int64)
+    tree_MN[:, : 2 * n_ends] = np.arange(2 * n_ends) % n_ends
     shares_H = 1 / np.arange(1, n_hops + 1) ** options.skew
-    wanted_MN = np.searchsorted(np.cumsum(shares_H / shares_H.sum())[:-1], (drawn_MX[:, 2] >> np.uint64(11)) * 2.0**-53)
-    depth_MN, end_MN, target_MN = (np.zeros((_BLOCK, n), np.int64) for _ in range(3))
-    end_MN[:, :n_ends] = np.arange(n_ends)
+    uniform_MN = (drawn_MX[:, 3] >> np.uint64(11)) * 2.0**-53
+    above_MN = np.searchsorted(np.cumsum(shares_H / shares_H.sum())[:-1], uniform_MN)
+    depth_MN, target_MN = np.zeros((_BLOCK, n), np.int64), np.zeros((_BLOCK, n), np.int64)
     for i in range(n_ends, n):
-        above_M = np.minimum(wanted_MN[:, i], depth_MN[:, :i].max(1))
-        drawn_MI = np.where(depth_MN[:, :i] == above_M[:, None], drawn_MX[:, 3 + i, :i], 0)
-        target_MN[:, i] = drawn_MI.argmax(1)
+        same_MI = tree_MN[:, :i] == tree_MN[:, i : i + 1]
+        deepest_M = (depth_MN[:, :i] * same_MI).max(1)
+        above_M = np.where(deepest_M < n_hops, deepest_M, above_MN[:, i])
+        fits_MI = same_MI & (depth_MN[:, :i] == above_M[:, None])
+        target_MN[:, i] = np.where(fits_MI, drawn_MX[:, 4 + i, :i] | np.uint64(1), np.uint64(0)).argmax(1)
         depth_MN[:, i] = above_M + 1
-        end_MN[:, i] = np.take_along_axis(end_MN, target_MN[:, i : i + 1], 1)[:, 0]
 
     def named(nodes: np.ndarray) -> list[list[int]]:
         return np.take_along_axis(name_MN, nodes, 1).tolist()
 
     links = zip(name_MN[:, n_ends:].tolist(), named(target_MN[:, n_ends:]), strict=True)
-    asked = zip(named(asked_MQ), named(np.take_along_axis(end_MN, asked_MQ, 1)), strict=True)
+    asked = zip(named(asked_MQ), named(np.take_along_axis(tree_MN, asked_MQ, 1)), strict=True)
     return [
         f"hops:{';'.join(_pairs(*pair))}?{'?'.join(_pairs(*query))}" for pair, query in zip(links, asked, strict=True)
     ]
@@ -228,7 +234,7 @@ def answers(text: str | bytes) -> list[Answer]:
             most = len(target) if asked[1] is None else int(asked[1])  # more, without a number, is a way round
             while hops < most and node in target:
                 hops, node = hops + 1, target[node]
-            is_there = 0 < hops and node not in target if asked[1] is None else hops == most
+            is_there = hops > 0 and node not in target if asked[1] is None else hops == most
             if is_there and node == asked[3].strip():
                 start, stop = asked.span(3)
                 found.append(Answer(document.start(2) + start, document.start(2) + stop, hops))

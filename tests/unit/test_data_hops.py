@@ -46,6 +46,46 @@ def test_a_document_is_one_cycle_and_every_answer_follows_from_it():
         assert set(starts.values()) == {2}  # each is asked from once before any is asked from again
 
 
+def test_with_ends_links_are_definitions_and_every_answer_is_where_they_lead():
+    deep = Counter()
+    for text in documents("hops:nodes=26,ends=3,hops=8,queries=19,docs=300"):
+        links = [tuple(link.split()) for link in text.removeprefix("hops:").split("?")[0].split(";")]
+        asked = re.findall(r"\? ([A-Z]) ([A-Z])(?=\?|$)", text)
+        assert len(links) == len(dict(links)) == 23 and len(asked) == len(dict(asked)) == 19
+        seen, ends = set(), {target for _, target in links} - set(dict(links))
+        assert len(ends) == 3
+        for source, target in links:  # each after that of its target
+            assert target in seen | ends and source not in seen
+            seen.add(source)
+        hops = []
+        for start, end in asked:
+            node, n = start, 0
+            while node in dict(links):
+                node, n = dict(links)[node], n + 1
+            assert node == end and 1 <= n <= 8
+            hops.append(n)
+        deep.update(hops)
+        assert [(text[a.start + 1 : a.stop], a.hops) for a in answers(text)] == [
+            (end, n) for (_, end), n in zip(asked, hops, strict=True)
+        ]
+    assert all(deep[n] > 300 * 19 / 20 for n in range(1, 9))
+    given = Counter(end for text in documents("hops:nodes=26,ends=3,hops=8,docs=300") for end in text[-1])
+    assert len(given) == 26
+
+
+def test_with_ends_the_text_is_what_it_was():
+    assert documents("hops:nodes=6,ends=2,hops=2,docs=2") == ENDS
+    assert documents("hops:nodes=6,ends=2,hops=2,docs=700")[:2] == ENDS
+    shallow = Counter(a.hops for text in documents("hops:nodes=20,ends=2,hops=3,skew=2,docs=300") for a in answers(text))
+    assert shallow[1] > shallow[2] > shallow[3] > 0
+
+
+ENDS = [
+    "hops: E C; A D; F A; B E? F D? E C? B C? A D",
+    "hops: E A; C B; F C; D E? D A? F B? E A? C B",
+]
+
+
 def test_the_text_is_what_it_was():
     """Known bytes: a seed means the same documents in every version (raise _FORMAT where it does not)."""
     assert documents("hops:nodes=4,hops=3,docs=2") == KNOWN
@@ -107,6 +147,9 @@ def test_answers_are_found_with_their_hops():
         "hops: A B",
         "A B; B A? 1 A B",
         "hops: A B; B A? 1 A A",  # not what the links say
+        "hops: A B; B A? A B",  # they lead nowhere
+        "hops: B C; A B? A B",
+        "hops: B C; A B? C C",  # of no link
         "hops: A B; B A? 1 A",
         "hops: A B; B A? 1 C B",
         "hops: A B? 2 A C",  # a link that is not there
@@ -135,6 +178,10 @@ def test_other_text_has_no_answers(text):
         ("hops:nodes=9,nodes=9", "'nodes=9' is no option, or given twice"),
         ("hops:nodes=nine", "nodes=nine is no number"),
         ("hops:nodes=9,,hops=3", "'' is no option"),
+        ("hops:nodes=9,ends=3,hops=7", "6 nodes are defined, too few for so many hops; lower hops or ends"),
+        ("hops:nodes=9,ends=9", "0 nodes are defined"),
+        ("hops:nodes=9,ends=3,hops=2,queries=7", "each is asked once; lower queries or ends"),
+        ("hops:ends=0", "ends"),
     ],
 )
 def test_bad_options_are_refused(spec, says):
