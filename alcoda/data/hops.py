@@ -12,8 +12,8 @@ With ``ends``, links are definitions, each after that of its target, and a quest
 
     hops: B C; A B; D C? D C? A C? B C
 
-``ends`` of the letters are never defined. Every other is defined by one before it, of an end that is drawn anew each
-time: by the last of that end, until one is ``hops`` links from it; then by any. The number of hops is not told: more
+``ends`` of the letters are never defined, and each is where one chain leads: every other letter is defined by the last
+of a chain, drawn anew each time from those that are not ``hops`` links long yet. The number of hops is not told: more
 than are needed change nothing, so an answer is a fixed point. And what a letter leads to can be worked out where it is
 defined, from where its target was, a link a loop; a model learns that in minutes, where the questions above take it
 through links in any order (docs/LOG.md).
@@ -61,7 +61,8 @@ class HopsOptions(Config):
     ends: PositiveInt | None = None
     """Nodes that are never defined; then links are definitions, and questions are of where they lead."""
     queries: PositiveInt | None = None
-    """Questions of a document, all different; as many as nodes (of those that are defined, with ends) where not set."""
+    """Questions of a document; as many as nodes where not set. All different; but with ends, as many as nodes that are
+    defined, and where more are set, all are asked once before any is asked again."""
     docs: PositiveInt = 20_000
     """Documents."""
     seed: NonNegativeInt = 0
@@ -72,7 +73,7 @@ class HopsOptions(Config):
     @model_validator(mode="after")
     def _no_way_round(self) -> Self:
         if self.ends is not None:
-            return self._deep_enough(self.nodes - self.ends)
+            return self._fit_chains(self.nodes - self.ends, self.ends)
         if self.hops >= self.nodes:
             raise ValueError(
                 f"hops={self.hops} with nodes={self.nodes}: as many hops as nodes lead back to the start, so hops is "
@@ -85,12 +86,14 @@ class HopsOptions(Config):
             )
         return self
 
-    def _deep_enough(self, n_defined: int) -> Self:
-        what = f"nodes={self.nodes} and ends={self.ends}: {max(n_defined, 0)} nodes are defined"
+    def _fit_chains(self, n_defined: int, n_ends: int) -> Self:
+        what = f"nodes={self.nodes} and ends={n_ends}: {max(n_defined, 0)} nodes are defined"
         if self.hops > n_defined:
             raise ValueError(f"hops={self.hops} with {what}, too few for so many hops; lower hops or ends")
-        if self.n_queries > n_defined:
-            raise ValueError(f"queries={self.queries} with {what}, and each is asked once; lower queries or ends")
+        if n_defined > n_ends * self.hops:
+            raise ValueError(f"hops={self.hops} with {what}, too many for chains so short; raise hops or ends")
+        if self.skew:
+            raise ValueError(f"skew={self.skew:g} with ends: every defined node is asked for alike; leave skew out")
         return self
 
     @property
@@ -151,35 +154,31 @@ def _parse(spec: str, rest: str) -> dict[str, int | float]:
 
 def _block(options: HopsOptions, block: int) -> list[str]:
     """Documents ``block * _BLOCK`` and on: made many at a time, because arrays of nine numbers are slow."""
-    return _cycles(options, block) if options.ends is None else _trees(options, options.ends, block)
+    return _cycles(options, block) if options.ends is None else _chains(options, options.ends, block)
 
 
-def _trees(options: HopsOptions, n_ends: int, block: int) -> list[str]:
-    n, n_hops = options.nodes, options.hops
-    drawn_MX = hashes(_BLOCK * n * (n + 4), _KEY, options.seed, block).reshape(_BLOCK, -1, n)
-    name_MN, asked_MN = (np.argsort(drawn_MX[:, i], axis=1, kind="stable") for i in (0, 1))
-    asked_MQ = asked_MN[asked_MN >= n_ends].reshape(_BLOCK, -1)[:, : options.n_queries]
-    # Of each node its tree, that of each end once before any is drawn. It goes below the deepest there so far, until
-    # that is deep enough; then its depth is drawn from the shares.
-    tree_MN = (drawn_MX[:, 2] % np.uint64(n_ends)).astype(np.int64)
-    tree_MN[:, : 2 * n_ends] = np.arange(2 * n_ends) % n_ends
-    shares_H = 1 / np.arange(1, n_hops + 1) ** options.skew
-    uniform_MN = (drawn_MX[:, 3] >> np.uint64(11)) * 2.0**-53
-    above_MN = np.searchsorted(np.cumsum(shares_H / shares_H.sum())[:-1], uniform_MN)
-    depth_MN, target_MN = np.zeros((_BLOCK, n), np.int64), np.zeros((_BLOCK, n), np.int64)
+def _chains(options: HopsOptions, n_ends: int, block: int) -> list[str]:
+    n = options.nodes
+    n_rounds = -(-options.n_queries // (n - n_ends))
+    drawn_MX = hashes(_BLOCK * n * (1 + n + n_rounds), _KEY, options.seed, block).reshape(_BLOCK, -1, n)
+    name_MN = np.argsort(drawn_MX[:, 0], axis=1, kind="stable")
+    orders_MKN = np.argsort(drawn_MX[:, 1 + n :], axis=2, kind="stable")
+    asked_MQ = orders_MKN[orders_MKN >= n_ends].reshape(_BLOCK, -1)[:, : options.n_queries]
+    end_MN, target_MN = np.zeros((_BLOCK, n), np.int64), np.zeros((_BLOCK, n), np.int64)
+    length_ME, last_ME = np.zeros((_BLOCK, n_ends), np.int64), np.tile(np.arange(n_ends), (_BLOCK, 1))
+    end_MN[:, :n_ends] = last_ME
     for i in range(n_ends, n):
-        same_MI = tree_MN[:, :i] == tree_MN[:, i : i + 1]
-        deepest_M = (depth_MN[:, :i] * same_MI).max(1)
-        above_M = np.where(deepest_M < n_hops, deepest_M, above_MN[:, i])
-        fits_MI = same_MI & (depth_MN[:, :i] == above_M[:, None])
-        target_MN[:, i] = np.where(fits_MI, drawn_MX[:, 4 + i, :i] | np.uint64(1), np.uint64(0)).argmax(1)
-        depth_MN[:, i] = above_M + 1
+        drawn_ME = np.where(length_ME < options.hops, drawn_MX[:, 1 + i, :n_ends] | np.uint64(1), np.uint64(0))
+        picked_M = (np.arange(_BLOCK), drawn_ME.argmax(1))
+        end_MN[:, i], target_MN[:, i] = picked_M[1], last_ME[picked_M]
+        length_ME[picked_M] += 1
+        last_ME[picked_M] = i
 
     def named(nodes: np.ndarray) -> list[list[int]]:
         return np.take_along_axis(name_MN, nodes, 1).tolist()
 
     links = zip(name_MN[:, n_ends:].tolist(), named(target_MN[:, n_ends:]), strict=True)
-    asked = zip(named(asked_MQ), named(np.take_along_axis(tree_MN, asked_MQ, 1)), strict=True)
+    asked = zip(named(asked_MQ), named(np.take_along_axis(end_MN, asked_MQ, 1)), strict=True)
     return [
         f"hops:{';'.join(_pairs(*pair))}?{'?'.join(_pairs(*query))}" for pair, query in zip(links, asked, strict=True)
     ]
@@ -224,18 +223,21 @@ class Answer(NamedTuple):
 
 
 def answers(text: str | bytes) -> list[Answer]:
-    """The answers in ``text`` in their order. Only those that the links of their document give; other text has none."""
+    """The answers in ``text`` in their order. Only those that the links of their document give, the first time that it
+    gives them; other text has none."""
     raw = text.encode() if isinstance(text, str) else text
     found = []
     for document in _LINKS.finditer(raw):
         target = {link[1:2]: link[3:4] for link in document[1].split(b";")}
+        given = set()
         for asked in _QUESTION.finditer(document[2]):
             hops, node = 0, asked[2]
             most = len(target) if asked[1] is None else int(asked[1])  # more, without a number, is a way round
             while hops < most and node in target:
                 hops, node = hops + 1, target[node]
             is_there = hops > 0 and node not in target if asked[1] is None else hops == most
-            if is_there and node == asked[3].strip():
+            if is_there and node == asked[3].strip() and asked[0] not in given:
+                given.add(asked[0])
                 start, stop = asked.span(3)
                 found.append(Answer(document.start(2) + start, document.start(2) + stop, hops))
     return found

@@ -53,7 +53,7 @@ def test_with_ends_links_are_definitions_and_every_answer_is_where_they_lead():
         asked = re.findall(r"\? ([A-Z]) ([A-Z])(?=\?|$)", text)
         assert len(links) == len(dict(links)) == 23 and len(asked) == len(dict(asked)) == 19
         seen, ends = set(), {target for _, target in links} - set(dict(links))
-        assert len(ends) == 3
+        assert len(ends) == 3 and max(Counter(target for _, target in links).values()) == 1
         for source, target in links:  # each after that of its target
             assert target in seen | ends and source not in seen
             seen.add(source)
@@ -74,15 +74,21 @@ def test_with_ends_links_are_definitions_and_every_answer_is_where_they_lead():
 
 
 def test_with_ends_the_text_is_what_it_was():
-    assert documents("hops:nodes=6,ends=2,hops=2,docs=2") == ENDS
-    assert documents("hops:nodes=6,ends=2,hops=2,docs=700")[:2] == ENDS
-    shallow = Counter(a.hops for text in documents("hops:nodes=20,ends=2,hops=3,skew=2,docs=300") for a in answers(text))
-    assert shallow[1] > shallow[2] > shallow[3] > 0
+    assert documents("hops:nodes=6,ends=2,hops=3,docs=2") == ENDS
+    assert documents("hops:nodes=6,ends=2,hops=3,docs=700")[:2] == ENDS
+
+
+def test_with_ends_all_are_asked_before_any_is_asked_again_which_is_no_new_answer():
+    for text in documents("hops:nodes=10,ends=2,hops=4,queries=34,docs=50"):
+        asked = re.findall(r"\? ([A-Z]) ([A-Z])", text)
+        rounds = [asked[i : i + 8] for i in range(0, 34, 8)]
+        assert len(set(asked)) == 8 and all(len(set(one)) == len(one) for one in rounds)
+        assert [text[a.start + 1 : a.stop] for a in answers(text)] == [end for _, end in rounds[0]]
 
 
 ENDS = [
-    "hops: E C; A D; F A; B E? F D? E C? B C? A D",
-    "hops: E A; C B; F C; D E? D A? F B? E A? C B",
+    "hops: E D; A E; F A; B C? F D? B C? E D? A D",
+    "hops: C A; F C; B D; E F? B D? C A? E A? F A",
 ]
 
 
@@ -180,7 +186,8 @@ def test_other_text_has_no_answers(text):
         ("hops:nodes=9,,hops=3", "'' is no option"),
         ("hops:nodes=9,ends=3,hops=7", "6 nodes are defined, too few for so many hops; lower hops or ends"),
         ("hops:nodes=9,ends=9", "0 nodes are defined"),
-        ("hops:nodes=9,ends=3,hops=2,queries=7", "each is asked once; lower queries or ends"),
+        ("hops:nodes=9,ends=3,hops=1", "6 nodes are defined, too many for chains so short; raise hops or ends"),
+        ("hops:nodes=9,ends=3,hops=4,skew=1", "skew=1 with ends.*leave skew out"),
         ("hops:ends=0", "ends"),
     ],
 )
