@@ -1,5 +1,5 @@
-"""The main job: show the model that comes with alcoda, then train a small elastic one on text that is always there,
-measure it at several depths, show it.
+"""The main job: show the model that comes with alcoda (where one does), then train a small elastic one on text that is
+always there, measure it at several depths, show it.
 
 Every part of the training leaves a file in the run folder; a second run does only what is missing.
 """
@@ -28,7 +28,7 @@ from alcoda.measure.bigram import Bigram
 from alcoda.measure.frontier import FrontierResult, Point, UniformPoint
 from alcoda.stderr import STDERR
 from alcoda.training.recipe import Recipe, load_recipe
-from alcoda.training.run import RUN_FILES, RunFolder
+from alcoda.training.run import RUN_FILES, RunFolder, shipped
 
 RECIPE = Path(__file__).with_name("quickstart.yaml")
 
@@ -44,20 +44,20 @@ def quickstart(
         settings: ``"a.b=c"`` over the recipe.
 
     Returns:
-        ``shipped`` (`show_shipped`), ``run``, ``report``, ``tokens``, ``params``, ``bits_per_byte`` (loops -> value),
-        ``gain_8_over_1`` with its interval, ``bigram_bits_per_byte``, ``wall_s`` and ``peak_rss_mb``; ``status`` is
-        ``stopped`` where a signal ended the training.
+        ``shipped`` (of `show_shipped`; None where no model comes along), ``run``, ``report``, ``tokens``, ``params``,
+        ``bits_per_byte`` (loops -> value), ``gain_8_over_1`` with its interval, ``bigram_bits_per_byte``, ``wall_s``
+        and ``peak_rss_mb``; ``status`` is ``stopped`` where a signal ended the training.
     """
     began = time.perf_counter()
     console = Console(file=STDERR, highlight=False, soft_wrap=True)
     say = console.print
     recipe = load_recipe(RECIPE, settings).resolved()
-    shipped = show_shipped(console)
+    shown = show_shipped(console) if SHOWN in shipped() else None
     run = RunFolder(out)
     aside = _set_aside(run) if fresh else None
     ledger = recipe.ledger()
     say(
-        f"[bold]2/5[/] training: {ledger.params:,} parameters, {recipe.n_steps} steps, "
+        f"[bold]1/4[/] training: {ledger.params:,} parameters, {recipe.n_steps} steps, "
         f"loops drawn from {recipe.depth.kind} of mean {recipe.depth.mean_loops:.1f}"
     )
     try:
@@ -74,18 +74,18 @@ def quickstart(
         say(f"stopped at step {trained.train_step}; the same command goes on from there")
         return {"run": str(run.path), "status": "stopped", "tokens": trained.tokens, "params": ledger.params}
     say(
-        f"[bold]3/5[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on"
+        f"[bold]2/4[/] bits per byte at {', '.join(map(str, recipe.eval.loops))} loops, on text that was not trained on"
     )
     scores = _evaluate(recipe, run)
     for row in scores["by_depth"]:
         say(f"      {row['loops']:>3} loops  {row['bits_per_byte']:.4f}  [{row['low']:.4f}, {row['high']:.4f}]")
     say(f"      bigram   {scores['bigram_bits_per_byte']:.4f}")
-    say("[bold]4/5[/] the same prompt at two depths")
+    say("[bold]3/4[/] the same prompt at two depths")
     api.measure_missing(run)
     for sample in read_json(run.samples_json)[:2]:
         say(f"      [bold]{sample['loops']} loops[/]")
         say(sample["prompt"] + sample["text"].rstrip(), markup=False)
-    say("[bold]5/5[/] report")
+    say("[bold]4/4[/] report")
     page = api.write_report([run.path], run.report)
     say(
         f"report: {page}\n"
@@ -98,7 +98,7 @@ def quickstart(
         "run": str(run.path),
         "report": str(page),
         "status": "finished",
-        "shipped": shipped,
+        "shipped": shown,
         "tokens": trained.tokens,
         "params": ledger.params,
         "bits_per_byte": scores["bits_per_byte"],
@@ -123,7 +123,7 @@ def show_shipped(console: Console) -> dict[str, Any]:
     """
     say, lm, depths = console.print, api.load(SHOWN), []
     say(
-        f"[bold]1/5[/] {SHOWN}, which comes with alcoda: {sum(p.numel() for p in lm.model.parameters()):,} parameters, "
+        f"[bold]{SHOWN}[/], which comes with alcoda: {sum(p.numel() for p in lm.model.parameters()):,} parameters, "
         f"at most {lm.n_loops} loops a token; --exit {TIER}: a token leaves the loop when its state has settled"
     )
     began = time.perf_counter()

@@ -13,6 +13,8 @@ from helpers import Cli, Done, snapshot, untouched
 import alcoda
 from alcoda.data.prepare import prepare
 from alcoda.measure.bigram import Bigram
+from alcoda.quickstart import PROMPT, SHOWN, TIER
+from alcoda.training import run as run_module
 from alcoda.training.loop import Trainer
 from alcoda.training.recipe import load_recipe
 
@@ -58,6 +60,7 @@ def test_once_again_and_anew(tmp_path: Path, corpus: Path, run_cli: Cli) -> None
     assert result["wall_s"] >= result["train_s"] > 0 and result["peak_rss_mb"] > 100
     assert json.loads((run / "eval.json").read_text())["bits_per_byte"] == bits
     assert len(done.out.splitlines()) == 1
+    assert result["shipped"] is None or result["shipped"]["name"] == SHOWN
     for line in ("1/4", "2/4", "3/4", "4/4", "bigram", "8 loops", "next:   alcoda generate"):
         assert line in done.err
     html = (run / "report.html").read_text()
@@ -144,3 +147,22 @@ def test_the_recipe_of_quickstart() -> None:
     recipe = load_recipe(Path(alcoda.__file__).with_name("quickstart.yaml")).resolved()
     assert recipe.name == "quickstart" and {1, 8} <= set(recipe.eval.loops)
     assert recipe.data.corpus == "pystdlib"
+
+
+def test_it_opens_with_the_model_of_the_package(
+    tmp_path: Path, corpus: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the model is the run of a quickstart, packed with its tiers and some of its text."""
+    quick = tmp_path / "quick"
+    assert quickstart(run_cli, corpus, quick, "--set", "data.splits.valid=0.2").code == 0
+    alcoda.calibrate(quick, data="train", held_out="train", max_tokens=2000)
+    alcoda.pack(quick, tmp_path / "shipped" / SHOWN, keep={"valid": 2000})
+    monkeypatch.setattr(run_module, "SHIPPED", tmp_path / "shipped")
+    done = quickstart(run_cli, corpus, tmp_path / "again")
+    assert done.code == 0, done.err
+    found = done.json["shipped"]
+    assert found["name"] == SHOWN and found["exit"] == TIER and found["tokens_per_s"] > 0
+    assert 1 <= found["mean_loops"] <= alcoda.load(SHOWN).n_loops
+    assert 1 <= found["sufficient_loops"] <= alcoda.load(SHOWN).n_loops
+    assert PROMPT in done.err and "state rule, mean" in done.err and "all tokens at" in done.err
+    assert done.err.index(PROMPT) < done.err.index("1/4")
