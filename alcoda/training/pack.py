@@ -119,10 +119,11 @@ def pack(
 
 def _texts(run: RunFolder, tokenizer: Tokenizer, keep: Mapping[str, int]) -> dict[str, str]:
     """Files of JSON lines, a document each, by their names in a run folder."""
-    data = prepare(run.recipe().data, tokenizer) if keep else None
-    found = {}
-    for split, max_tokens in keep.items() if data is not None else ():
-        run.check_corpora(data)
+    if not keep:
+        return {}
+    data, found = prepare(run.recipe().data, tokenizer), {}
+    run.check_corpora(data)
+    for split, max_tokens in keep.items():
         for source, stream in data.split(split).items():
             lines, left = [], max_tokens
             for ids_T in stream.documents():

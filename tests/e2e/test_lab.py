@@ -41,6 +41,8 @@ def test_a_lab_and_its_page(run_cli: Cli, trained: Path, tmp_path: Path) -> None
     assert "mean depth" in done.out
     text = "".join(token["text"] for token in found["passages"][0]["tokens"])
     assert len(text) > 100 and "\ufffd" not in text
+    own = trained / "report.html"
+    assert f"page: {own}" in done.err and 'class="heat"' in own.read_text()
     page = tmp_path / "report.html"
     run_cli.ok("report", trained, "--out", page, "--figures", "pdf", "--tables", "csv,latex")
     html = page.read_text()
