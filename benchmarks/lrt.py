@@ -1,6 +1,6 @@
 """What a memory costs in time, as ratios within one process. The last line is JSON.
 
-    python benchmarks/lrt.py [--repeats 9] [--width 256] [--rows 16] [--decode-width 768]
+    python benchmarks/lrt.py [--repeats 21] [--width 256] [--rows 16] [--decode-width 768]
 
 Over the same backbone without memory, dense and recurrent (LRT-shared with what it has by default):
 
@@ -129,7 +129,7 @@ def prefiller(config: ModelConfig, dtype: torch.dtype) -> Callable[[], None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--width", type=int, default=256, help="of training")
     parser.add_argument("--rows", type=int, default=16, help="of a training step, as in recipes/mini")
     parser.add_argument("--decode-width", type=int, default=768, help="of decoding and prefill")
