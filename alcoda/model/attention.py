@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, PositiveInt
-from alcoda.model.keys import Context, View
+from alcoda.model.keys import Context, RowsView, View
 from alcoda.model.norms import RMSNormModule
 from alcoda.model.positions import Rotation, rotate
 from alcoda.model.shape import Cost, Kept, Place, Shape, linear, total
@@ -209,11 +210,10 @@ class AttentionModule(nn.Module):
         q_BHTK = turn(self.config, split_heads(self.q(x_BTD), self.d_head), self.q_norm, context.rotation)
         if self.keys is None:
             assert context.frozen is not None
-            k_BGSK, v_BGSK = context.frozen[layer]
+            keys = context.frozen[layer]
         else:
-            k_BGTK, v_BGTK = self.keys(x_BTD, context.rotation, context)
-            k_BGSK, v_BGSK = context.keys(stage, layer, k_BGTK, v_BGTK)
-        y_BHTK = attend(q_BHTK, k_BGSK, v_BGSK, context.views[self.window])
+            keys = context.keys(stage, layer, *self.keys(x_BTD, context.rotation, context))
+        y_BHTK = attend(q_BHTK, *keys, context.views[self.window])
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -225,8 +225,13 @@ QUERY_BLOCK_TOKENS = 128
 """Queries that are attended at once where a mask in one for all rows hides keys: those of a pass over some tokens."""
 
 
-def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor:
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor | Sequence[Tensor], v_BGSK: Tensor | Sequence[Tensor], view: View | RowsView
+) -> Tensor:
     """Attention over the visible keys, by the fastest exact kernel for the case; `attend_naive` is its reference."""
+    if isinstance(view, RowsView):
+        return _attend_rows(q_BHTK, k_BGSK, v_BGSK, view)
+    assert isinstance(k_BGSK, Tensor) and isinstance(v_BGSK, Tensor)
     trains = torch.is_grad_enabled() and q_BHTK.requires_grad
     # A mask in one for all rows: then each query sees at least its own key, and no row of scores is empty.
     plain = view.is_causal or (view.mask is not None and view.mask.dim() == 2)
@@ -235,6 +240,19 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, view: View) -> Tensor
     if plain and not view.is_causal and q_BHTK.device.type == "cpu" and q_BHTK.size(2) > QUERY_BLOCK_TOKENS:
         return _attend_in_blocks(q_BHTK, k_BGSK, v_BGSK, view)
     return _attend_fused(q_BHTK, k_BGSK, v_BGSK, view.mask, view.is_causal)
+
+
+def _attend_rows(
+    q_WH1K: Tensor, k_W1GSK: Tensor | Sequence[Tensor], v_W1GSK: Tensor | Sequence[Tensor], view: RowsView
+) -> Tensor:
+    """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
+    CPU, and a row's result would depend on the longest."""
+    rows = []
+    for q_1H1K, k_1GSK, v_1GSK in zip(q_WH1K.split(1), k_W1GSK, v_W1GSK, strict=True):
+        if view.window is not None:
+            k_1GSK, v_1GSK = k_1GSK[:, :, -view.window :], v_1GSK[:, :, -view.window :]
+        rows.append(_attend_fused(q_1H1K, k_1GSK, v_1GSK, None))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _attend_fused(

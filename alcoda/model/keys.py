@@ -11,7 +11,7 @@ them; the driver opens a pass once, and no layer knows whether it is the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -70,6 +70,30 @@ class View(NamedTuple):
         return self._replace(mask=near if self.mask is None else near & self.mask, is_causal=False)
 
 
+class RowsView(NamedTuple):
+    """What queries may see where each row is one token of a text of its own: all keys of `RowKeys`, of which a window
+    leaves the last.
+
+    Attributes:
+        pos: positions of the queries, [W, 1].
+        window: tokens; None: all.
+    """
+
+    pos: Tensor
+    window: int | None = None
+
+    def within(self, window: int) -> RowsView:
+        """As `View.within`."""
+        return self._replace(window=window)
+
+
+class RowKeys(NamedTuple):
+    """Keys and values of rows whose texts are of different lengths, S of each: ``k_1GSK`` and ``v_1GSK`` by row."""
+
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+
+
 class Store(Protocol):
     """Where the keys of a pass go, and which earlier ones its queries see.
 
@@ -83,7 +107,7 @@ class Store(Protocol):
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
-    ) -> View:
+    ) -> View | RowsView:
         """Begin a pass of ``n_tokens`` a row at ``n_loops`` loops; what its queries may see."""
         ...
 
@@ -91,7 +115,7 @@ class Store(Protocol):
         """Note which tokens of this pass run ``loop``; True for every stored token that has a key there, [B, S]."""
         ...
 
-    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys | RowKeys:
         """Keep this pass's keys and values in ``slot``; returns all that its queries read, ``k_BGSK, v_BGSK``."""
         ...
 
@@ -248,11 +272,11 @@ class Context:
     """
 
     ids_BT: Tensor
-    views: dict[int | None, View]
+    views: dict[int | None, View | RowsView]
     rotation: Rotation | None
     store: Store | None = None
     loop: int = 0
-    frozen: tuple[Keys, ...] | None = None
+    frozen: tuple[Keys | RowKeys, ...] | None = None
     index_BK: Tensor | None = None
     n_tokens: int = 0
     recall: Recall | None = None
@@ -275,6 +299,7 @@ class Context:
             exact: every row has K of them, so that none is filled up.
         """
         base, n_rows = self.views[None], index_BK.size(0)
+        assert isinstance(base, View), "a route needs whole sequences"
         pos_BK = base.pos.expand(n_rows, -1).gather(1, index_BK)
         if self.frozen is not None:
             view = View.tagged(pos_BK, base.key_pos.expand(n_rows, -1), base.key_live)
@@ -288,7 +313,7 @@ class Context:
         return replace(
             self,
             ids_BT=self.ids_BT.gather(1, index_BK),
-            views={window: view if window is None else view.within(window) for window in self.views},
+            views=of_windows(view, self.views),
             rotation=None if self.rotation is None else self.rotation.at(index_BK),
             index_BK=index_BK,
             recall=None if self.recall is None else self.recall.map(lambda x: tokens_at(x, index_BK)),
@@ -301,19 +326,20 @@ class Context:
         def pick(x: Tensor | None, batch_dims: int) -> Tensor | None:
             return x if x is None or x.dim() < batch_dims or x.size(0) == 1 else x[index_N]
 
-        views = {}
+        views: dict[int | None, View | RowsView] = {}
         for window, view in self.views.items():
+            assert isinstance(view, View)
             pos, key_pos, live = (pick(x, 2) for x in (view.pos, view.key_pos, view.key_live))
             assert pos is not None and key_pos is not None
             views[window] = View(pos, key_pos, live, pick(view.mask, 4), view.is_causal)
         rotation = self.rotation
         if rotation is not None and rotation.cos.dim() == 4:
             rotation = rotation._replace(cos=rotation.cos[index_N], sin=rotation.sin[index_N])
-        frozen = None if self.frozen is None else tuple((k[index_N], v[index_N]) for k, v in self.frozen)
+        frozen = None if self.frozen is None else tuple(_some_rows(keys, index_N) for keys in self.frozen)
         recall = None if self.recall is None else self.recall.map(lambda x: x[index_N])
         return replace(self, ids_BT=self.ids_BT[index_N], views=views, rotation=rotation, frozen=frozen, recall=recall)
 
-    def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+    def keys(self, stage: str, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys | RowKeys:
         """All keys and values that this pass's queries read in this layer: ``k_BGSK, v_BGSK``."""
         if self.store is None:
             return k_BGTK, v_BGTK
@@ -361,5 +387,16 @@ def open_context(
     position.check(int(view.pos.max()) + 1 if view.pos.dim() == 2 else stored)
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    views: dict[int | None, View] = {None: view, **{window: view.within(window) for window in windows}}
-    return Context(ids_BT, views, position.rotation(view.pos, dtype), store, n_tokens=n_tokens)
+    rotation = position.rotation(view.pos, dtype)
+    return Context(ids_BT, of_windows(view, (None, *windows)), rotation, store, n_tokens=n_tokens)
+
+
+def of_windows(view: View | RowsView, windows: Iterable[int | None]) -> dict[int | None, View | RowsView]:
+    """``view`` through each of these windows."""
+    return {window: view if window is None else view.within(window) for window in windows}
+
+
+def _some_rows(keys: Keys | RowKeys, index_N: Tensor) -> Keys:
+    k_BGSK, v_BGSK = keys
+    assert isinstance(k_BGSK, Tensor) and isinstance(v_BGSK, Tensor)
+    return k_BGSK[index_N], v_BGSK[index_N]

@@ -121,7 +121,7 @@ class RecurrentLM(nn.Module):
         self, begun: Begun, state: State, loop: int, free: bool = False, recompute: bool = False, rows: Any = None
     ) -> State:
         """The state after loop ``loop`` (from 0), without gradients where ``free``; the rest as `readouts`."""
-        run = partial(checkpoint, self._loop, use_reentrant=False) if recompute else self._loop
+        run = partial(checkpoint, self.run_loop, use_reentrant=False) if recompute else self.run_loop
         run = torch.no_grad()(run) if free else run
         here = begun.core.at_loop(self.config.keys.slot_loop(loop))
         return in_rows(run, state, begun.e_BTD, loop, here, rows, begun.n_loops)
@@ -134,7 +134,7 @@ class RecurrentLM(nn.Module):
         source_BTD = self.memory.source(begun.early_BTD, state.h_BTD, late_BTD, y_BTD)
         return Readout(self.core.touch(y_BTD, begun.n_loops) if loop + 1 == begun.n_loops else y_BTD, state, source_BTD)
 
-    def _loop(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
+    def run_loop(self, state: State, e_BTD: Tensor, loop: int | Tensor, context: Context) -> State:
         """One loop of all rows. ``loop`` is a tensor [B] where rows are at different ones."""
         return self.route(self._step, state, e_BTD, loop, context)
 

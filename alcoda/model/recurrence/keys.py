@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice
 from alcoda.model.blocks import BlockConfig
-from alcoda.model.keys import CORE, Context
+from alcoda.model.keys import CORE, Context, RowKeys, Slot
 from alcoda.model.memory import Memory
 from alcoda.model.shape import Cost, Place, Shape, total
 
@@ -29,7 +30,7 @@ class CoreKeys(Choice, axis="keys"):
         """Whether the core's keys are turned by position."""
         return position_rotates
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> PerLoopModule:
         """A module on ``(e_BTD, context)`` that gives the context of the loop; ``places`` are the core's."""
         raise NotImplementedError
 
@@ -51,7 +52,7 @@ class PerLoop(CoreKeys):
 
     kind: Literal["per_loop"] = "per_loop"
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> PerLoopModule:
         return PerLoopModule()
 
     def n_slots(self, n_loops: int) -> int:
@@ -82,7 +83,7 @@ class AnchorKeys(CoreKeys):
     def rotates(self, position_rotates: bool) -> bool:
         return self.rope
 
-    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> nn.Module:
+    def build(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> PerLoopModule:
         return AnchorKeysModule(self, block, shape, places, memory)
 
     def cost(self, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory) -> Cost:
@@ -97,10 +98,15 @@ class AnchorKeys(CoreKeys):
 
 class PerLoopModule(nn.Module):
     def forward(self, e_BTD: Tensor, context: Context) -> Context:
+        """The context of the core's loops, made of the prelude's output ``e_BTD``."""
+        return context
+
+    def resume(self, context: Context, stored: Callable[[Slot], RowKeys]) -> Context:
+        """The same, of tokens whose keys have been made: ``stored`` finds them."""
         return context
 
 
-class AnchorKeysModule(nn.Module):
+class AnchorKeysModule(PerLoopModule):
     def __init__(
         self, config: AnchorKeys, block: BlockConfig, shape: Shape, places: list[Place], memory: Memory
     ) -> None:
@@ -114,3 +120,8 @@ class AnchorKeysModule(nn.Module):
             context.keys(CORE, layer, *project(e_BTD, rotation, context)) for layer, project in enumerate(self.layers)
         )
         return replace(context, frozen=frozen, rotation=rotation)
+
+    def resume(self, context: Context, stored: Callable[[Slot], RowKeys]) -> Context:
+        """As `PerLoopModule.resume`."""
+        frozen = tuple(stored((CORE, layer, 0)) for layer in range(len(self.layers)))
+        return replace(context, frozen=frozen, rotation=context.rotation if self.rope else None)

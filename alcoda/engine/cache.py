@@ -1,0 +1,222 @@
+"""Keys and values of all requests that decode at one time.
+
+An `Arena` has room for so many tokens, and a request reserves a span of them for its whole life: what has begun can
+always end. Every (stage, layer, loop) has a slab over all tokens, so that a row's keys are a view of it, whatever loop
+the row is at. A token that leaves the loop has its keys copied into the slots of all deeper loops (docs/design, section
+3: `alcoda.model.exit_keys.CopiedKeys` is the same for texts that are read in one go, and reads prompts into the spans).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from alcoda.errors import UsageError
+from alcoda.model.config import ModelConfig
+from alcoda.model.exit_keys import CODA
+from alcoda.model.keys import CORE, Keys, RowKeys, RowsView, Slot
+
+STAGES = ("prelude", CORE, CODA)
+
+
+class Span(NamedTuple):
+    """Tokens ``start`` to ``stop`` - 1 of an arena."""
+
+    start: int
+    stop: int
+
+
+class CacheSize(NamedTuple):
+    """How much an arena takes.
+
+    Attributes:
+        bytes_per_token: of all slots.
+        n_tokens: that there is room for.
+    """
+
+    bytes_per_token: int
+    n_tokens: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all."""
+        return self.bytes_per_token * self.n_tokens
+
+
+def slots_of(config: ModelConfig, n_loops: int, coda_per_loop: bool) -> dict[str, tuple[int, int]]:
+    """By stage: layers that keep keys, and loops that have a slot in each.
+
+    Args:
+        coda_per_loop: whether some rule looks at logits after every loop.
+    """
+    layers = {"prelude": config.n_prelude, CORE: config.n_core, CODA: config.n_coda}
+    loops = {"prelude": 1, CORE: config.keys.n_slots(n_loops), CODA: n_loops if coda_per_loop else 1}
+    return {stage: (layers[stage], loops[stage]) for stage in STAGES if layers[stage]}
+
+
+def bytes_per_token(config: ModelConfig, n_loops: int, dtype: torch.dtype, coda_per_loop: bool = False) -> int:
+    """Of keys and values in an `Arena`."""
+    n_slots = sum(layers * loops for layers, loops in slots_of(config, n_loops, coda_per_loop).values())
+    return 2 * n_slots * config.block.d_kv(config.shape) * dtype.itemsize
+
+
+class Arena:
+    """Room for the keys and values of ``n_tokens`` tokens, and one more, behind them, for rows that only fill a launch.
+
+    The memory is taken from the system as it is written.
+
+    Args:
+        coda_per_loop: as `slots_of`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        n_loops: int,
+        n_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        coda_per_loop: bool,
+    ) -> None:
+        self.n_tokens, self.n_loops = n_tokens, n_loops
+        self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop), n_tokens)
+        heads, width = config.block.attention.kv_heads(config.shape.n_heads), config.shape.d_head
+        self.kv: dict[str, Tensor] = {
+            stage: torch.empty(2, layers, loops, heads, n_tokens + 1, width, dtype=dtype, device=device)
+            for stage, (layers, loops) in slots_of(config, n_loops, coda_per_loop).items()
+        }
+        """By stage, [keys and values, layer, slot, G, token, K]."""
+        self._free = [Span(0, n_tokens)]
+        for kv in self.kv.values():
+            kv[..., n_tokens, :] = 0  # what filling rows read is a number
+
+    @property
+    def filling(self) -> Span:
+        """The token of rows that only fill a launch."""
+        return Span(self.n_tokens, self.n_tokens + 1)
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that no request has reserved."""
+        return sum(span.stop - span.start for span in self._free)
+
+    @property
+    def largest_free(self) -> int:
+        """Of the longest request that could begin."""
+        return max((span.stop - span.start for span in self._free), default=0)
+
+    def reserve(self, n_tokens: int) -> Span | None:
+        """The first span of so many tokens that is free; None where there is none now.
+
+        Raises:
+            UsageError: more than there would ever be.
+        """
+        if n_tokens > self.n_tokens:
+            raise UsageError(
+                f"a request of {n_tokens} tokens (prompt and max_tokens) and a cache of {self.n_tokens}: lower "
+                "max_tokens, or give the engine a larger cache (cache_tokens)"
+            )
+        for i, (start, stop) in enumerate(self._free):
+            if stop - start >= n_tokens:
+                taken, rest = Span(start, start + n_tokens), Span(start + n_tokens, stop)
+                self._free[i : i + 1] = [rest] if rest.stop > rest.start else []
+                return taken
+        return None
+
+    def free(self, span: Span) -> None:
+        """Give a reserved span back."""
+        insort(self._free, span)
+        merged = [self._free[0]]
+        for start, stop in self._free[1:]:
+            assert start >= merged[-1].stop, f"tokens {start} to {stop - 1} were free already"
+            if start == merged[-1].stop:
+                merged[-1] = Span(merged[-1].start, stop)
+            else:
+                merged.append(Span(start, stop))
+        self._free = merged
+
+    def slots(self, span: Span) -> dict[Slot, Keys]:
+        """Views of a span as the slots of a `alcoda.model.keys.KeyStore` of one row, ``k_1GSK, v_1GSK`` each."""
+        return {
+            (stage, layer, loop): (
+                kv[0, layer, loop : loop + 1, :, span.start : span.stop],
+                kv[1, layer, loop : loop + 1, :, span.start : span.stop],
+            )
+            for stage, kv in self.kv.items()
+            for layer in range(kv.size(1))
+            for loop in range(kv.size(2))
+        }
+
+    def copy_deeper(self, stage: str, places: Sequence[tuple[int, int]]) -> None:
+        """The keys of some tokens at some slot, into all deeper slots.
+
+        Args:
+            places: slot (from 0) and token of each.
+        """
+        kv = self.kv.get(stage)
+        if kv is None:
+            return
+        copies = [(slot, deeper, at) for slot, at in places for deeper in range(slot + 1, kv.size(2))]
+        if copies:
+            source_N, target_N, at_N = torch.tensor(copies, device=kv.device).unbind(1)
+            kv[:, :, target_N, :, at_N] = kv[:, :, source_N, :, at_N]
+
+
+class RowStore:
+    """A store (`alcoda.model.keys.Store`) of one launch: W rows, each one token of a text of its own, at loops of their
+    own.
+
+    Args:
+        spans: of the rows' texts.
+        positions: of the tokens in them.
+        slots: by stage, the slot of each row; a stage that is not named has one.
+    """
+
+    decodes: ClassVar[bool] = True
+
+    def __init__(
+        self, arena: Arena, spans: Sequence[Span], positions: Sequence[int], slots: dict[str, Sequence[int]]
+    ) -> None:
+        self.arena, self.n_tokens = arena, 1
+        self.ends = [(span.start, span.start + at + 1) for span, at in zip(spans, positions, strict=True)]
+        device = next(iter(arena.kv.values())).device if arena.kv else torch.device("cpu")
+        self.pos_W1 = torch.tensor(positions, device=device)[:, None]
+        self.at_W = torch.tensor([stop - 1 for _, stop in self.ends], device=device)
+        self.slots = slots
+        self._slots_W = {stage: torch.tensor(at, device=device) for stage, at in slots.items()}
+
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> RowsView:
+        """As `KeyStore.open`; positions are those of the rows."""
+        assert n_tokens == 1 and pos_BT is None and live_BT is None
+        return RowsView(self.pos_W1)
+
+    def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
+        raise AssertionError("a route needs whole sequences: the engine refuses it")
+
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> RowKeys:
+        """As `KeyStore.write`, each row in its slot of the stage, whatever loop is named."""
+        stage, layer, _ = slot
+        both, slots_W = self.arena.kv[stage][:, layer], self._slots_W.get(stage)
+        for kv, x_BGTK in zip(both, (k_BGTK, v_BGTK), strict=True):
+            if slots_W is None:
+                kv[0][:, self.at_W] = x_BGTK[:, :, 0].transpose(0, 1).to(kv.dtype)
+            else:
+                kv[slots_W, :, self.at_W] = x_BGTK[:, :, 0].to(kv.dtype)
+        return self.stored(slot)
+
+    def stored(self, slot: Slot) -> RowKeys:
+        """All keys and values that each row may see."""
+        stage, layer, _ = slot
+        k, v = self.arena.kv[stage][:, layer]
+        slots = self.slots.get(stage) or (0,) * len(self.ends)
+        rows = [(at, start, stop) for at, (start, stop) in zip(slots, self.ends, strict=True)]
+        return RowKeys(
+            [k[at : at + 1, :, start:stop] for at, start, stop in rows],
+            [v[at : at + 1, :, start:stop] for at, start, stop in rows],
+        )

@@ -1,0 +1,427 @@
+"""The engine: many requests at one time, each token at its own loop (docs/design, section 8).
+
+`Scheduler` says what runs next, `Runner` runs it, and here is what it means: a token is drawn, a draft was right or was
+not, a completion ends, a request failed and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alcoda.engine.request import Completion, Finish, Item, Request, Token
+from alcoda.engine.runner import Runner
+from alcoda.engine.sampling import Drawn, Row, draw
+from alcoda.engine.scheduler import Coda, Core, Piece, Scheduler
+from alcoda.engine.stats import LaunchTime, Stats
+from alcoda.errors import RunError, UsageError
+from alcoda.model.lm import RecurrentLM
+
+CACHE_TOKENS = 32_768
+"""Of an engine's cache where nothing is said, at most."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine works.
+
+    Attributes:
+        width: tokens of a launch, at most.
+        places: completions that run at one time; None: as many as ``width``.
+        cache_tokens: room for keys, in tokens of all completions that run; None: for ``places`` whole contexts, and no
+            more than `CACHE_TOKENS`.
+        refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
+        min_coda: tokens that have left wait for so many; None: as many as pays, by what launches have taken so far.
+        chunk_tokens: of a prompt that are read at one time.
+        draft_loops: drafts of the next token after so many loops, where a launch has room to spare (the wavefront);
+            None: none.
+        deterministic: every launch is filled up to ``width``, so that a completion does not depend on others to the
+            bit.
+    """
+
+    width: int = 32
+    places: int | None = None
+    cache_tokens: int | None = None
+    refill: bool = True
+    min_coda: int | None = None
+    chunk_tokens: int = 256
+    draft_loops: int | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("width", "places", "cache_tokens", "min_coda", "chunk_tokens", "draft_loops"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: at least 1")
+        if not self.refill and self.draft_loops is not None:
+            raise UsageError(
+                f"draft_loops={self.draft_loops} with refill=False: drafts join tokens in the loop; set refill to true"
+            )
+
+
+class Engine:
+    """Decodes requests of one model.
+
+    Args:
+        n_loops: that any request may run; the model's own where None.
+        dtype: of the passes.
+        n_vocab: ids below it exist; None: all of the embedding.
+
+    Raises:
+        UsageError: a model that cannot decode so: tokens at different loops need one core for all.
+    """
+
+    def __init__(
+        self,
+        model: RecurrentLM,
+        options: Options = Options(),
+        *,
+        n_loops: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        n_vocab: int | None = None,
+    ) -> None:
+        n_loops = model.config.n_loops if n_loops is None else model.config.check_loops(n_loops)
+        check_serves(model)
+        if options.draft_loops is not None:
+            check_drafts(model)
+        self.model, self.options, self.n_loops, self.n_vocab = model, options, n_loops, n_vocab
+        self.places = options.places or options.width
+        seq_len = model.config.seq_len
+        n_tokens = options.cache_tokens or min(self.places * seq_len, max(CACHE_TOKENS, seq_len))
+        # Every completion has a token or a row of drafts in the loop, and drafts take what room is to spare.
+        n_rows = self.places + options.width
+        fill = options.deterministic
+        self.runner = Runner(model, n_loops, n_tokens, options.width, fill=fill, dtype=dtype, n_rows=n_rows)
+        self.scheduler = Scheduler(options.width, self._min_coda, self._piece_tokens, options.draft_loops)
+        self.running: set[Completion] = set()
+        self.stats = Stats()
+        self._times = {kind: LaunchTime() for kind in ("core", "coda")}
+        self._cancelled: list[Completion] = []
+        self._changed: dict[Completion, None] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> list[Completion]:
+        """Ask for a request's completions; they run as `step` is called.
+
+        Raises:
+            UsageError: what cannot be: no prompt, ids that there are not, more than the context or the cache holds, a
+                rule of another model.
+        """
+        n_loops = self.check(request)
+        made = [Completion(request, stream, n_loops) for stream in range(request.n)]
+        for completion in made:
+            self.scheduler.add(completion)
+        return made
+
+    def check(self, request: Request) -> int:
+        """Loops of a request's tokens, at most; or UsageError, as `submit`."""
+        config, prompt = self.model.config, request.prompt
+        if not prompt:
+            raise UsageError("the prompt has no tokens: give some text")
+        n_vocab = config.vocab_size if self.n_vocab is None else self.n_vocab
+        wrong = [token for token in prompt if not 0 <= token < n_vocab]
+        if wrong:
+            raise UsageError(f"the prompt has the token {wrong[0]}: this model has the ids 0 to {n_vocab - 1}")
+        if request.max_tokens < 1:
+            raise UsageError(f"max_tokens={request.max_tokens}: at least 1")
+        if request.n < 1:
+            raise UsageError(f"n={request.n}: at least 1")
+        if len(prompt) >= config.seq_len:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens (with the one that begins a document) and the context holds "
+                f"{config.seq_len}, the next one included: shorten it by {len(prompt) - config.seq_len + 1} or more"
+            )
+        if len(prompt) + request.max_tokens > config.seq_len:
+            raise UsageError(
+                f"max_tokens={request.max_tokens} after a prompt of {len(prompt)} tokens, and the context holds "
+                f"{config.seq_len}: lower max_tokens to {config.seq_len - len(prompt)}, or shorten the prompt"
+            )
+        n_cached = len(prompt) + request.max_tokens - 1
+        if n_cached > self.runner.arena.n_tokens:
+            raise UsageError(
+                f"prompt and max_tokens are {n_cached} tokens, and the cache holds {self.runner.arena.n_tokens}: lower "
+                "max_tokens, or give the engine a larger cache (cache_tokens)"
+            )
+        request.sampling.check(n_vocab)
+        return self._check_loops(request)
+
+    def _check_loops(self, request: Request) -> int:
+        test = request.test
+        asked = request.loops if request.loops is not None else self.model.config.n_loops
+        n_loops = self.model.config.check_loops(asked if test is None or request.loops is not None else test.n_loops)
+        if test is not None and (test.model is not self.model or test.n_loops != n_loops):
+            raise UsageError(f"loops={n_loops}: the exit rule was built for another model, or for {test.n_loops} loops")
+        if n_loops > self.n_loops:
+            raise UsageError(f"loops={n_loops}: this engine keeps keys of {self.n_loops} loops; ask for no more")
+        if test is not None and request.prefill is not None and not request.prefill.is_exact and self.runner.carries:
+            raise UsageError(
+                f"prefill {request.prefill.kind!r} with an exit rule: a memory is of where a token left the loop, "
+                "which only reading token by token finds; leave prefill out, or set it to exact"
+            )
+        return n_loops
+
+    def cancel(self, completion: Completion) -> None:
+        """End a completion before the next launch; it keeps what it has. Safe from other threads."""
+        self._cancelled.append(completion)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Completion] | None:
+        """One launch; the completions that have a new token or have ended, None where there is nothing to do."""
+        began = perf_counter()
+        self._changed = {}
+        self._cancel()
+        free = self.places - len(self.running)
+        for completion in self.scheduler.admit(lambda one: self.runner.arena.reserve(one.n_tokens), free):
+            self.running.add(completion)
+            self._try([completion], lambda completion=completion: self.runner.open(completion))
+        launch = self.scheduler.next()
+        if launch is None:
+            return list(self._changed) or None
+        match launch:
+            case Core(items):
+                self._try(_completions(items), lambda: self._core(items))
+            case Piece(completion, start, stop):
+                self._try([completion], lambda: self._piece(completion, start, stop))
+            case Coda(leaving, drafting):
+                self._try(_completions([*leaving, *drafting]), lambda: self._coda(leaving, drafting))
+        self.stats.wall_s += perf_counter() - began
+        return list(self._changed)
+
+    def run(self, requests: Iterable[Request]) -> list[list[Completion]]:
+        """All completions of some requests, once they have ended."""
+        asked = [self.submit(request) for request in requests]
+        for _ in self.steps():
+            pass
+        return asked
+
+    def steps(self) -> Iterator[list[Completion]]:
+        """`step` until nothing is left to do."""
+        with self.runner.passes():
+            while (changed := self.step()) is not None:
+                yield changed
+
+    def check_idle(self) -> None:
+        """AssertionError where something is still held once all is done."""
+        arena = self.runner.arena
+        assert self.scheduler.is_idle and not self.running, "requests are left"
+        assert arena.n_free == arena.n_tokens, f"{arena.n_tokens - arena.n_free} tokens of the cache are not free"
+        assert len(self.runner.free_rows) == self.places + self.options.width, "rows are not free"
+
+    def _try(self, completions: list[Completion], launch: Any) -> None:
+        """A launch; where it fails, so do those that are in it, and nobody else."""
+        try:
+            launch()
+        except Exception as error:
+            reason = str(error) if isinstance(error, UsageError | RunError) else f"{type(error).__name__}: {error}"
+            for completion in completions:
+                self._end(completion, "error", reason)
+
+    def _core(self, items: list[Item]) -> None:
+        began = perf_counter()
+        traced = [item for item in items if item.completion.request.trace]
+        before_ND = self.runner.states(traced) if traced else None
+        leaves = self.runner.loop(items)
+        if before_ND is not None:
+            self.runner.trace(traced, before_ND)
+        self._took("core", len(items), began)
+        self.scheduler.ran(items, leaves)
+
+    def _piece(self, completion: Completion, start: int, stop: int) -> None:
+        began = perf_counter()
+        logits_NV = self.runner.read(completion, start, stop)
+        self._took("piece", stop - start, began)
+        self.stats.prompt_tokens += stop - start
+        if not self.scheduler.read(completion, stop - start):
+            return
+        self.stats.prompt_loops.update(completion.prompt_loops)
+        drawn = self._draw(logits_NV, [completion.row()])[0]
+        token = self._keep(completion, drawn, completion.prompt_loops[-1], ())
+        if token is not None:
+            self._begin([self._next(completion, len(completion.request.prompt), token)])
+
+    def _coda(self, leaving: list[Item], drafting: list[Item]) -> None:
+        began = perf_counter()
+        items = [*leaving, *drafting]
+        # What the rule has looked at is not made again.
+        read = [item for item in items if item.readout is None]
+        found = {item: item.readout for item in leaving if item.readout is not None}
+        logits_NV: Tensor | None = None
+        if read:
+            logits_NV, source_ND = self.runner.read_out(read, [item.loops - 1 for item in read])
+            sources = [None] * len(read) if source_ND is None else source_ND
+            found |= {item: (logits_V, source) for item, logits_V, source in zip(read, logits_NV, sources, strict=True)}
+        for item in leaving:
+            source_D = found[item][1]
+            if source_D is not None:
+                self.runner.remember(item.completion, source_D)
+        if logits_NV is None or len(read) < len(items):
+            logits_NV = torch.stack([found[item][0] for item in items])
+        drawn = self._draw(logits_NV, [item.completion.row(item.drafts()) for item in items])
+        begins: list[Item] = []
+        for item, one in zip(leaving, drawn, strict=False):
+            begins += self._commit(item, one)
+        for item, one in zip(drafting, drawn[len(leaving) :], strict=True):
+            begins += self._draft(item, one)
+        self._begin(begins)
+        self._took("coda", len(items), began)
+
+    def _draw(self, logits_NV: Tensor, rows: list[Row]) -> list[Drawn | str]:
+        return draw(logits_NV, rows, self.n_vocab)
+
+    def _begin(self, items: list[Item]) -> None:
+        if items:
+            self.runner.begin(items)
+            for item in items:
+                self.scheduler.begin(item)
+
+    def _commit(self, item: Item, drawn: Drawn | str) -> list[Item]:
+        """A token is out of the loop and what follows it is drawn; what begins now."""
+        completion, child = item.completion, item.child
+        token = self._keep(completion, drawn, item.loops, tuple(item.steps))
+        if token is None:
+            return []
+        self.runner.release([item])
+        if child is not None and child.token == token:
+            self.stats.accepted += 1
+            completion.head = child
+            self.scheduler.confirm(child)
+            return []
+        if child is not None:
+            self._drop(child.family())
+        return [self._next(completion, item.position + 1, token)]
+
+    def _draft(self, item: Item, drawn: Drawn | str) -> list[Item]:
+        completion = item.completion
+        if completion.finish is not None or item.dropped:
+            return []  # it was a draft of what has turned out otherwise in this launch
+        if isinstance(drawn, str) or drawn.token in completion.request.stop_ids:
+            item.barren = True
+            return []
+        item.child = Item(completion, item.position + 1, drawn.token, parent=item)
+        self.stats.drafts += 1
+        return [item.child]
+
+    def _next(self, completion: Completion, position: int, token: int) -> Item:
+        completion.head = Item(completion, position, token)
+        return completion.head
+
+    def _keep(self, completion: Completion, drawn: Drawn | str, loops: int, steps: tuple[Any, ...]) -> int | None:
+        """Add a drawn token to its completion; None where that has ended."""
+        if isinstance(drawn, str):
+            self._end(completion, "error", drawn)
+            return None
+        request = completion.request
+        self.stats.loops[loops] += 1
+        if drawn.token in request.stop_ids:
+            self._end(completion, "stop")
+            return None
+        completion.tokens.append(Token(drawn.token, loops, drawn.logprob, drawn.top, steps))
+        completion.ids.append(drawn.token)
+        self.stats.tokens += 1
+        self._changed[completion] = None
+        if request.halt is not None and request.halt(completion, drawn.token):
+            self._end(completion, "stop")
+        elif len(completion.tokens) >= request.max_tokens:
+            self._end(completion, "length")
+        return None if completion.finish is not None else drawn.token
+
+    def _end(self, completion: Completion, finish: Finish, error: str | None = None) -> None:
+        """A completion has ended: what it holds is free."""
+        if completion.finish is not None:
+            return
+        completion.finish, completion.error = finish, error
+        self.stats.failures += finish == "error"
+        self._changed[completion] = None
+        self.runner.release(self.scheduler.remove(completion))
+        completion.head = completion.reader = completion.carried_LD = None
+        if completion.span is not None:
+            self.runner.arena.free(completion.span)
+            completion.span = None
+        self.running.discard(completion)
+
+    def _drop(self, items: list[Item]) -> None:
+        for item in items:
+            self.scheduler.drop(item)
+        self.runner.release(items)
+
+    def _cancel(self) -> None:
+        while self._cancelled:
+            self._end(self._cancelled.pop(), "cancelled")
+
+    # -- what launches take -------------------------------------------------------------------------------------------
+
+    def _took(self, kind: str, rows: int, began: float) -> None:
+        seconds = perf_counter() - began
+        self.stats.launches[kind] += 1
+        self.stats.rows[kind] += rows
+        self.stats.seconds[kind] += seconds
+        if kind in self._times:
+            self._times[kind].add(rows, seconds)
+
+    def _min_coda(self) -> int:
+        """Tokens that a launch of the coda waits for. More of them share its cost, and leave the loop's launches
+        emptier: of W completions that run d loops a token, a token costs ``c d / (W - (k - 1) / 2) + b / k``, c and b
+        what a launch of the loop and of the coda take however wide they are."""
+        if not self.options.refill:
+            return self.options.width + 1
+        if self.options.min_coda is not None:
+            return self.options.min_coda
+        n_running = self.scheduler.n_running
+        core_s, coda_s = (self._times[kind].fixed_s for kind in ("core", "coda"))
+        loops = self.stats.mean_loops or self.n_loops
+
+        def cost(k: int) -> float:
+            rows = min(self.options.width, n_running - (k - 1) / 2)
+            return core_s * loops / rows + coda_s / k
+
+        return min(range(1, max(n_running, 1) + 1), key=cost, default=1) if core_s and coda_s else 1
+
+    def _piece_tokens(self, completion: Completion) -> int:
+        """A memory's approximate prefills depend on how a prompt is cut: it is not."""
+        prefill = completion.request.prefill
+        whole = self.runner.carries and prefill is not None and not prefill.is_exact
+        return len(completion.request.prompt) if whole else self.options.chunk_tokens
+
+
+def _completions(items: list[Item]) -> list[Completion]:
+    return list(dict.fromkeys(item.completion for item in items))
+
+
+def refuses(model: RecurrentLM) -> str | None:
+    """Why an engine cannot serve a model; None where it can."""
+    config = model.config
+    if config.route.kind != "none":
+        return f"route {config.route.kind!r} picks tokens out of whole texts"
+    if config.has_weights_by_loop:
+        return (
+            f"sharing {config.sharing.kind!r}: loops have weights of their own, and tokens at several loops run as one"
+        )
+    return None
+
+
+def check_serves(model: RecurrentLM) -> None:
+    """UsageError where an engine cannot serve a model."""
+    reason = refuses(model)
+    if reason is not None:
+        raise UsageError(f"the engine cannot serve this model: {reason}. alcoda.engine.decode reads it, one at a time")
+
+
+def check_drafts(model: RecurrentLM) -> None:
+    """UsageError where drafts cannot be checked: what is remembered of a token is known once it is out of the loop."""
+    config = model.config
+    source = config.memory_source
+    if config.memory.carries and source is not None and source[0] != "prelude":
+        raise UsageError(
+            f"draft_loops with a memory of {source[0]!r}: what follows a token needs what it becomes after the loop, "
+            "so it cannot be drafted before; leave draft_loops out, or train with memory.source prelude.I"
+        )
+    if not config.is_recurrent:
+        raise UsageError("draft_loops: this model is dense (n_core=0) and has no loop to draft in; leave it out")

@@ -1,0 +1,361 @@
+"""Launches: the engine's tensors. Which launch is next is the scheduler's; what a token is worth, the engine's.
+
+Every token in the loop has a row in the banks: its state, the anchor, what it remembers, what its exit rule keeps. A
+launch gathers some rows, whatever loop each is at, runs them, and puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alcoda.depth.exiting import Exits, pick_coda_keys
+from alcoda.depth.sequential import ExitReader
+from alcoda.depth.watch import ExitTest, Seen, Where
+from alcoda.engine.cache import Arena, RowStore, Span
+from alcoda.engine.request import Completion, Item, Step, filler
+from alcoda.model.exit_keys import CODA
+from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.positions import Rotation
+from alcoda.model.precision import at_least_fp32
+from alcoda.model.prefill import Reader
+from alcoda.model.state import Begun, State
+from alcoda.training.device import autocast
+
+TOP = 5
+"""Tokens that a trajectory names at each loop."""
+
+
+class Bank:
+    """Tensors of which each token in the loop has a row. Their form is that of what is first put."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+        self.parts: list[Tensor] | None = None
+
+    def put(self, rows_N: Tensor, values: Sequence[Tensor]) -> None:
+        """Values of some rows; each part keeps the finest type that it was given."""
+        if self.parts is None:
+            self.parts = [x.new_zeros(self.n_rows, *x.shape[1:]) for x in values]
+        for i, x in enumerate(values):
+            part = self.parts[i]
+            if part.dtype != x.dtype:
+                dtype = torch.promote_types(part.dtype, x.dtype)
+                self.parts[i], x = part.to(dtype), x.to(dtype)
+            self.parts[i][rows_N] = x
+
+    def take(self, rows_N: Tensor) -> list[Tensor]:
+        """Of some rows, what was put last."""
+        return [] if self.parts is None else [part[rows_N] for part in self.parts]
+
+
+class Runner:
+    """Runs launches of one model.
+
+    Args:
+        n_loops: of a token, at most.
+        n_tokens: that the cache has room for.
+        width: tokens of a launch, at most; so many have a row.
+        dtype: of the passes.
+        fill: whether each launch is filled up to ``width``, so that a row's bits do not depend on the others.
+        n_rows: tokens that may be in the loop at one time.
+    """
+
+    def __init__(
+        self,
+        model: RecurrentLM,
+        n_loops: int,
+        n_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        fill: bool,
+        n_rows: int,
+    ) -> None:
+        self.model, self.n_loops, self.width, self.fill, self.dtype = model, n_loops, width, fill, dtype
+        self.device = model.embed.weight.device
+        held = dtype if dtype == torch.bfloat16 else model.embed.weight.dtype
+        self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, coda_per_loop=True)
+        self.windows = (None, *model.config.block.windows())
+        self.carries = model.config.memory.carries
+        # Row 0 is that of rows that only fill a launch.
+        self.free_rows = list(range(n_rows, 0, -1))
+        self.state, self.anchor, self.recall = Bank(n_rows + 1), Bank(n_rows + 1), Bank(n_rows + 1)
+        self.kept: dict[ExitTest, Bank] = {}
+        self.filler = filler()
+        self._shape: tuple[int, int] = (0, 0)
+        self._rotation: Rotation | None = None
+        self._n_turned = 0
+
+    def passes(self) -> AbstractContextManager[Any]:
+        """What launches run in."""
+        return autocast(self.device, self.dtype)
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def open(self, completion: Completion) -> None:
+        """Make ready to read a prompt into the completion's span."""
+        assert completion.span is not None
+        test, capacity = completion.request.test, completion.span.stop - completion.span.start
+        if test is None:
+            reader = Reader(self.model, completion.n_loops, capacity)
+        else:
+            reader = ExitReader(self.model, Exits(test, pick_coda_keys(test, None)), capacity)
+        slots = self.arena.slots(completion.span)
+        if not self.per_loop_coda(completion):
+            # The reader writes the coda's keys at whatever loop it reads out; all are one slot.
+            last = [slot for slot in slots if slot[0] == CODA]
+            slots |= {(stage, layer, loop): slots[stage, layer, 0] for stage, layer, _ in last for loop in self._loops}
+        reader.store.slots = slots
+        completion.reader = reader
+
+    @property
+    def _loops(self) -> range:
+        return range(self.n_loops)
+
+    @staticmethod
+    def per_loop_coda(completion: Completion) -> bool:
+        """Whether the coda reads tokens of this text with keys of each loop."""
+        test = completion.request.test
+        return test is not None and pick_coda_keys(test, None) == "per_loop"
+
+    def read(self, completion: Completion, start: int, stop: int) -> Tensor:
+        """Read a piece of a prompt; logits of the token after it, [1, V]."""
+        request, reader = completion.request, completion.reader
+        prompt, last = request.prompt, stop == len(request.prompt)
+        ids_BT = torch.tensor([prompt[start:stop]], device=self.device)
+        with self.passes():
+            y_BTD = reader.read(ids_BT, request.prefill if request.test is None else None)
+            logits_NV = self.model.logits(y_BTD[:, -1]) if last else y_BTD[:, -1]
+        if isinstance(reader, ExitReader):
+            completion.prompt_loops += reader.depths[-1][0].tolist()
+            reader.depths.clear()
+        else:
+            completion.prompt_loops += [completion.n_loops] * (stop - start)
+        if last:
+            completion.carried_LD = None if reader.carried_BLD is None else reader.carried_BLD[0]
+            completion.reader = None
+        return logits_NV
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """All before the first loop of some tokens; each is given a row."""
+        for item in items:
+            item.row = self.free_rows.pop()
+        filled = self._filled(items)
+        store = self._store(filled)
+        ids_W1 = torch.tensor([[item.token] for item in filled], device=self.device)
+        with self.passes():
+            begun, state = self.model.begin(ids_W1, self.n_loops, memory_BTD=self._memories(filled), store=store)
+        n = len(items)
+        rows_N = torch.tensor([item.row for item in items], device=self.device)
+        self._shape = len(state.kept), len(state.route)
+        self.state.put(rows_N, [x[:n] for x in (state.h_BTD, *state.kept)])
+        # A state that comes of the anchor is in the type of the stream from its first loop on.
+        self.anchor.put(rows_N, [begun.e_BTD[:n], begun.early_BTD[:n]] if self.carries else [begun.e_BTD[:n]])
+        if begun.core.recall is not None:
+            recall = begun.core.recall
+            assert recall.m_BTD is not None
+            self.recall.put(rows_N, [x[:n] for x in (recall.m_BTD, recall.x0_BTD, *recall.shared)])
+        for test, group in _by_test(items):
+            index_N = torch.tensor([i for i, _ in group], device=self.device)
+            text_N, token_N = torch.tensor([_where(item) for _, item in group], device=self.device).unbind(1)
+            bank = self.kept.setdefault(test, Bank(self.state.n_rows))
+            bank.put(rows_N[index_N], test.start(state.h_BTD[index_N, 0], Where(text_N, token_N)))
+
+    def loop(self, items: Sequence[Item]) -> list[bool]:
+        """Run a loop of tokens at any loops; which of them leave. Those that do have their keys copied deeper."""
+        filled = self._filled(items)
+        rows_W = torch.tensor([item.row for item in filled], device=self.device)
+        loops_W = torch.tensor([item.loops for item in filled], device=self.device)
+        store = self._store(filled)
+        with self.passes():
+            context = self.model.keys.resume(self._context(filled, rows_W, store), store.stored)
+            before, anchor = self._state(rows_W), self.anchor.take(rows_W)
+            state = self.model.run_loop(before, anchor[0], loops_W, context)
+            n = len(items)
+            self.state.put(rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
+            leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], loops_W[:n])
+        self._copy(items, leaves)
+        return leaves
+
+    def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, loops_N: Tensor) -> list[bool]:
+        leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
+        for test, group in _by_test(items):
+            index_N = torch.tensor([i for i, _ in group], device=self.device)
+            whole = len(group) == len(items)
+            rows_N = torch.tensor([item.row for _, item in group], device=self.device)
+            found: list[tuple[Tensor, Tensor | None]] = []
+
+            def logits(group: Sequence[tuple[int, Item]] = group, found: list[Any] = found) -> Tensor:
+                found.append(self.read_out([item for _, item in group], [item.loops for _, item in group]))
+                return found[0][0]
+
+            seen = Seen(
+                (loops_N if whole else loops_N[index_N]) + 1,
+                before_ND if whole else before_ND[index_N],
+                after_ND if whole else after_ND[index_N],
+                logits,
+            )
+            bank = self.kept[test]
+            leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N)))
+            bank.put(rows_N, kept)
+            if not found and CODA in self.arena.kv and self.per_loop_coda(group[0][1].completion):
+                logits()  # a recorded trace: those after it read the coda's keys of this loop
+            for n, ((i, item), out) in enumerate(zip(group, leaves_N.tolist(), strict=True)):
+                leaves[i] = leaves[i] or out
+                if found and leaves[i]:
+                    item.readout = found[0][0][n], None if found[0][1] is None else found[0][1][n]
+        return leaves
+
+    def _copy(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
+        out = [item for item, leaves_here in zip(items, leaves, strict=True) if leaves_here]
+        slot_loop = self.model.config.keys.slot_loop
+        self.arena.copy_deeper(CORE, [(slot_loop(item.loops), _at(item)) for item in out])
+        per_loop = [(item.loops, _at(item)) for item in out if self.per_loop_coda(item.completion)]
+        self.arena.copy_deeper(CODA, per_loop)
+
+    def read_out(self, items: Sequence[Item], loops: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Logits of tokens as they are now, [N, V], and what is remembered of each, [N, D].
+
+        Args:
+            loops: after which loop (from 0) each is read out, whose slot of the coda's keys is used where there is one
+                for each.
+        """
+        filled, n = self._filled(items), len(items)
+        rows_W = torch.tensor([item.row for item in filled], device=self.device)
+        store = self._store(filled, [*loops, *[0] * (len(filled) - n)])
+        with self.passes():
+            context = self._context(filled, rows_W, store)
+            e_BTD, *early = self.anchor.take(rows_W)
+            begun = Begun(self.n_loops, e_BTD, early[0] if early else e_BTD, context, context)
+            out = self.model.read_out(begun, self._state(rows_W), 0)
+            logits_NV = self.model.logits(out.y_BTD[:, 0])[:n]
+        return logits_NV, None if out.source_BTD is None else out.source_BTD[:n, 0]
+
+    def remember(self, completion: Completion, source_D: Tensor) -> None:
+        """What a text's newest token has become, for those after it."""
+        if completion.carried_LD is not None:
+            completion.carried_LD = torch.cat([completion.carried_LD[1:], source_D[None].to(completion.carried_LD)])
+
+    def early_source(self, item: Item) -> Tensor:
+        """What is remembered of a token that is still in the loop, of a memory whose source is the prelude."""
+        _, early_BTD = self.anchor.take(torch.tensor([item.row], device=self.device))
+        source_BTD = self.model.memory.source(early_BTD, early_BTD, early_BTD, early_BTD)
+        assert source_BTD is not None
+        return source_BTD[0, 0]
+
+    def release(self, items: Sequence[Item]) -> None:
+        """Tokens need their rows no more."""
+        for item in items:
+            if item.row > 0:
+                self.free_rows.append(item.row)
+                item.row = -1
+
+    def trace(self, items: Sequence[Item], before_ND: Tensor) -> None:
+        """Note what a loop did to tokens; ``before_ND``: their states before it."""
+        logits_NV, _ = self.read_out(items, [item.loops for item in items])
+        log_p_NV = torch.log_softmax(at_least_fp32(logits_NV), -1)
+        rows_N = torch.tensor([item.row for item in items], device=self.device)
+        h_ND = at_least_fp32(self._state(rows_N).h_BTD[:, 0])
+        change_N = (h_ND - at_least_fp32(before_ND)).norm(dim=-1) / h_ND.norm(dim=-1)
+        top = log_p_NV.topk(min(TOP, log_p_NV.size(-1)), -1)
+        for i, item in enumerate(items):
+            kl = None
+            if item.log_p is not None:
+                kl = max(float((log_p_NV[i].exp() * (log_p_NV[i] - item.log_p)).sum()), 0.0)
+            named = tuple(zip(top.indices[i].tolist(), top.values[i].tolist(), strict=True))
+            item.steps.append(Step(float(change_N[i]), kl, named))
+            item.log_p = log_p_NV[i]
+
+    def states(self, items: Sequence[Item]) -> Tensor:
+        """h of some tokens, [N, D]."""
+        return self._state(torch.tensor([item.row for item in items], device=self.device)).h_BTD[:, 0]
+
+    # -- parts of a launch --------------------------------------------------------------------------------------------
+
+    def _filled(self, items: Sequence[Item]) -> Sequence[Item]:
+        return [*items, *[self.filler] * (self.width - len(items))] if self.fill else items
+
+    def _store(self, items: Sequence[Item], coda_loops: Sequence[int] | None = None) -> RowStore:
+        slot_loop = self.model.config.keys.slot_loop
+        slots: dict[str, Sequence[int]] = {}
+        if CORE in self.arena.kv:
+            slots[CORE] = [slot_loop(item.loops) for item in items]
+        if coda_loops is not None and CODA in self.arena.kv:
+            per_loop = [item is not self.filler and self.per_loop_coda(item.completion) for item in items]
+            slots[CODA] = [loop if by_loop else 0 for loop, by_loop in zip(coda_loops, per_loop, strict=True)]
+        spans = [self._span(item) for item in items]
+        return RowStore(self.arena, spans, [item.position for item in items], slots)
+
+    def _span(self, item: Item) -> Span:
+        return self.arena.filling if item is self.filler else _span(item)
+
+    def _context(self, items: Sequence[Item], rows_W: Tensor, store: RowStore) -> Context:
+        """Of a loop, or of the coda; as `RecurrentLM.begin` makes it."""
+        ids_W1 = torch.tensor([[item.token] for item in items], device=self.device)
+        views = of_windows(RowsView(store.pos_W1), self.windows)
+        recall = self.recall.take(rows_W)
+        told = Recall(recall[0], recall[1], tuple(recall[2:])) if recall else None
+        return Context(ids_W1, views, self._turned(store.pos_W1), store, n_tokens=1, recall=told)
+
+    def _turned(self, pos_W1: Tensor) -> Rotation | None:
+        """The rotation at some positions, from a table: making it anew costs as much as a small layer."""
+        n_needed = int(pos_W1.max()) + 1
+        if n_needed > self._n_turned:
+            self._n_turned = max(2 * self._n_turned, n_needed, 256)
+            dtype = self.dtype if self.dtype == torch.bfloat16 else self.model.embed.weight.dtype
+            self._rotation = self.model.position.rotation(torch.arange(self._n_turned, device=self.device), dtype)
+        if self._rotation is None:
+            return None
+        cos, sin = (x[pos_W1][:, None] for x in self._rotation[:2])
+        return self._rotation._replace(cos=cos, sin=sin)
+
+    def _state(self, rows_W: Tensor) -> State:
+        h_BTD, *kept = self.state.take(rows_W)
+        return State(h_BTD, tuple(kept))
+
+    def _memories(self, items: Sequence[Item]) -> Tensor | None:
+        if not self.carries:
+            return None
+        weight = self.model.embed.weight
+        none_LD = weight.new_zeros(self.model.memory.n_carried, weight.size(1))
+        rows = []
+        for item in items:
+            carried_LD = none_LD if item is self.filler else item.completion.carried_LD
+            assert carried_LD is not None
+            if item.parent is not None:
+                chain = item.parent.line()
+                sources = torch.stack([self.early_source(one) for one in chain])
+                carried_LD = torch.cat([carried_LD, sources.to(carried_LD)])[-len(carried_LD) :]
+            rows.append(carried_LD)
+        carried_BLD = torch.stack(rows)
+        return self.model.memory.recall(torch.cat([carried_BLD, carried_BLD[:, :1]], 1))
+
+
+def _span(item: Item) -> Span:
+    assert item.completion.span is not None
+    return item.completion.span
+
+
+def _at(item: Item) -> int:
+    return _span(item).start + item.position
+
+
+def _where(item: Item) -> tuple[int, int]:
+    return item.completion.request.row, item.position
+
+
+def _by_test(items: Sequence[Item]) -> list[tuple[ExitTest, list[tuple[int, Item]]]]:
+    """Items with their places, by the rule that looks at them; those without one left out."""
+    groups: dict[ExitTest, list[tuple[int, Item]]] = {}
+    for i, item in enumerate(items):
+        test = item.completion.request.test
+        if test is not None:
+            groups.setdefault(test, []).append((i, item))
+    return list(groups.items())

@@ -1,0 +1,220 @@
+"""What runs next. Pure Python: it knows tokens as items, and nothing of tensors.
+
+Every launch is one of three (docs/design, section 8): the coda of tokens that have left the loop, a piece of a prompt,
+or a loop of tokens at any depths. Tokens that stay in the loop keep their place at the front, those that follow one
+that left fill the room it made, and where room is to spare, drafts do (the wavefront).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from alcoda.engine.cache import Span
+from alcoda.engine.request import Completion, Item
+
+BYPASS = 16
+"""How many requests may begin before one that waits for room and came first."""
+
+
+class Coda(NamedTuple):
+    """Read tokens out, draw what follows them, and begin that.
+
+    Attributes:
+        leaving: tokens that are out, and certain.
+        drafting: tokens still in the loop, of which a draft of the next is wanted.
+    """
+
+    leaving: list[Item]
+    drafting: list[Item]
+
+
+class Piece(NamedTuple):
+    """Read tokens ``start`` to ``stop`` - 1 of a prompt."""
+
+    completion: Completion
+    start: int
+    stop: int
+
+
+class Core(NamedTuple):
+    """Run a loop of these tokens."""
+
+    items: list[Item]
+
+
+Launch = Coda | Piece | Core
+
+
+class Scheduler:
+    """Which launch is next.
+
+    Args:
+        width: tokens of a launch, at most.
+        min_coda: tokens that have left wait until they are so many, or until nothing else can run; asked each time.
+        piece: length of the next piece of a prompt of which so many tokens are read.
+        draft_loops: after how many loops the next token is drafted; None: never.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        min_coda: Callable[[], int],
+        piece: Callable[[Completion], int],
+        draft_loops: int | None = None,
+    ) -> None:
+        self.width, self.min_coda, self.piece, self.draft_loops = width, min_coda, piece, draft_loops
+        self.waiting: deque[Completion] = deque()
+        self.reading: deque[Completion] = deque()
+        self.ready: deque[Item] = deque()
+        """In the loop, and certain."""
+        self.drafts: list[Item] = []
+        """In the loop or out of it, and not certain; a parent stands before its child."""
+        self.leaving: list[Item] = []
+        """Out of the loop, and certain."""
+        self._may_read = True
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    @property
+    def n_running(self) -> int:
+        """Completions that have a place."""
+        return len(self.reading) + len(self.ready) + len(self.leaving)
+
+    def add(self, completion: Completion) -> None:
+        """Behind all that wait."""
+        self.waiting.append(completion)
+
+    def admit(self, reserve: Callable[[Completion], Span | None], n_places: int) -> list[Completion]:
+        """Give a place to those that fit, in order; a few may pass one that does not fit yet.
+
+        Args:
+            reserve: finds room for a completion's whole life, or None.
+            n_places: how many may begin.
+        """
+        begun: list[Completion] = []
+        skipped: list[Completion] = []
+        while self.waiting and len(begun) < n_places:
+            completion = self.waiting.popleft()
+            span = reserve(completion)
+            if span is None:
+                skipped.append(completion)
+                if skipped[0].passed_over >= BYPASS:
+                    break
+                continue
+            completion.span = span
+            begun.append(completion)
+            for one in skipped:
+                one.passed_over += 1
+        self.waiting.extendleft(reversed(skipped))
+        self.reading.extend(begun)
+        return begun
+
+    def remove(self, completion: Completion) -> list[Item]:
+        """All of a completion's items, which are scheduled no more."""
+        gone = [] if completion.head is None else completion.head.family()
+        for item in gone:
+            self.drop(item)
+        for queue in (self.waiting, self.reading):
+            if completion in queue:
+                queue.remove(completion)
+        return gone
+
+    def drop(self, item: Item) -> None:
+        """Schedule an item no more."""
+        item.dropped = True
+        for queue in (self.ready, self.drafts, self.leaving):
+            if item in queue:
+                queue.remove(item)
+
+    # -- what is next -------------------------------------------------------------------------------------------------
+
+    def next(self) -> Launch | None:
+        """The next launch; None where nothing can run."""
+        drafting = self._drafting()
+        can_read = bool(self.reading) and (self._may_read or not self.ready)
+        alone = not self.ready and not can_read
+        if (self.leaving or drafting) and (alone or drafting or len(self.leaving) >= self.min_coda()):
+            leaving, self.leaving = self.leaving[: self.width], self.leaving[self.width :]
+            return Coda(leaving, drafting[: self.width - len(leaving)])
+        if can_read:
+            self._may_read = False
+            completion = self.reading[0]
+            start = completion.n_read
+            return Piece(completion, start, min(start + self.piece(completion), len(completion.request.prompt)))
+        items = [self.ready.popleft() for _ in range(min(self.width, len(self.ready)))]
+        items += self._spare(self.width - len(items))
+        self._may_read = True
+        return Core(items) if items else None
+
+    def _spare(self, n: int) -> list[Item]:
+        """Drafts that may run a loop: each behind what it follows, whose keys it reads."""
+        found = [
+            item
+            for item in self.drafts
+            if not item.left and item.parent is not None and (item.parent.left or item.parent.loops > item.loops)
+        ]
+        return found[: max(n, 0)]
+
+    def _drafting(self) -> list[Item]:
+        """Tokens of which a draft of the next is wanted: room in the launch is to spare."""
+        if self.draft_loops is None:
+            return []
+        spare = self.width - len(self.ready) - len(self.drafts) - len(self.leaving)
+        if spare <= 0:
+            return []
+        youngest = [item for item in (*self.ready, *self.drafts) if item.child is None]
+        return [item for item in youngest if self._drafts_after(item)][:spare]
+
+    def _drafts_after(self, item: Item) -> bool:
+        assert self.draft_loops is not None
+        completion = item.completion
+        room = len(completion.request.prompt) + completion.request.max_tokens - 1
+        # A draft of what would never be kept, or right before the token itself is certain, is of no use.
+        return item.loops >= self.draft_loops and not (item.left or item.barren) and item.position + 1 < room
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def ran(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
+        """A loop of ``items`` was run, after which some leave."""
+        stay: list[Item] = []
+        for item, leaves_here in zip(items, leaves, strict=True):
+            item.loops += 1
+            item.left = leaves_here
+            if item.parent is not None:
+                continue  # it stays among the drafts
+            if leaves_here:
+                self.leaving.append(item)
+            else:
+                stay.append(item)
+        self.ready.extendleft(reversed(stay))
+
+    def begin(self, item: Item) -> None:
+        """A token begins the loop."""
+        if item.parent is None:
+            self.ready.append(item)
+        else:
+            self.drafts.append(item)
+
+    def confirm(self, item: Item) -> None:
+        """A draft has turned out right: it is certain now."""
+        self.drafts.remove(item)
+        item.parent = None
+        if item.left:
+            self.leaving.append(item)
+        else:
+            self.ready.append(item)
+
+    def read(self, completion: Completion, n_tokens: int) -> bool:
+        """So many more tokens of a prompt were read; whether that was the last of it."""
+        completion.n_read += n_tokens
+        if completion.n_read < len(completion.request.prompt):
+            return False
+        self.reading.remove(completion)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self.waiting or self.reading or self.ready or self.drafts or self.leaving)

@@ -1,0 +1,104 @@
+"""What an engine did, and what its launches take."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from alcoda.model.config import ModelConfig
+from alcoda.model.cost import ledger
+
+FORGETS = 0.98
+"""What a launch counts for, once another of its kind has run."""
+
+
+@dataclass
+class LaunchTime:
+    """Seconds of one kind of launch as ``fixed_s + row_s * rows``, by least squares over the newest of them."""
+
+    n: float = 0.0
+    rows: float = 0.0
+    rows2: float = 0.0
+    s: float = 0.0
+    rows_s: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A launch of so many rows took so long."""
+        for name, x in (("n", 1.0), ("rows", rows), ("rows2", rows * rows), ("s", seconds), ("rows_s", rows * seconds)):
+            setattr(self, name, FORGETS * getattr(self, name) + x)
+
+    @property
+    def fixed_s(self) -> float:
+        """Of a launch, however many its rows."""
+        if not self.n:
+            return 0.0
+        spread = self.rows2 / self.n - (self.rows / self.n) ** 2
+        if spread < 0.25:
+            return self.s / self.n
+        row_s = max((self.rows_s / self.n - self.rows * self.s / self.n**2) / spread, 0.0)
+        return max((self.s - row_s * self.rows) / self.n, 0.0)
+
+
+@dataclass
+class Stats:
+    """What an engine did since it was made.
+
+    Attributes:
+        tokens: that were drawn and kept.
+        prompt_tokens: that were read.
+        loops: how many drawn-from tokens ran so many loops.
+        prompt_loops: the same of prompts.
+        launches, rows, seconds: by kind: core, coda (with what begins after it), piece.
+        drafts, accepted: tokens drafted, and those of them that turned out right.
+        wall_s: that it was at work.
+        failures: requests that failed.
+    """
+
+    tokens: int = 0
+    prompt_tokens: int = 0
+    loops: Counter[int] = field(default_factory=Counter)
+    prompt_loops: Counter[int] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    drafts: int = 0
+    accepted: int = 0
+    wall_s: float = 0.0
+    failures: int = 0
+
+    @property
+    def mean_loops(self) -> float:
+        """Of the tokens that others were drawn from."""
+        n = sum(self.loops.values())
+        return sum(depth * count for depth, count in self.loops.items()) / n if n else 0.0
+
+    def report(self, config: ModelConfig, n_loops: int) -> dict[str, Any]:
+        """For ``--json``: tokens/s, mean loops and histogram, launches, mean widths, drafts; and the bound by FLOPs,
+        ``(F0 + R Fr) / (F0 + d Fr)``, over running all loops."""
+        return {
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens_per_s": self.tokens / self.wall_s if self.wall_s else 0.0,
+            "mean_loops": self.mean_loops,
+            "loops": {str(depth): n for depth, n in sorted(self.loops.items())},
+            "launches": dict(self.launches),
+            "mean_width": {kind: self.rows[kind] / n for kind, n in self.launches.items() if n},
+            "seconds": dict(self.seconds),
+            "wall_s": self.wall_s,
+            "overhead": 1 - sum(self.seconds.values()) / self.wall_s if self.wall_s else 0.0,
+            "drafts": self.drafts,
+            "accepted": self.accepted,
+            "flop_bound": flop_bound(config, n_loops, self.mean_loops or n_loops),
+            "failures": self.failures,
+        }
+
+
+def flop_bound(config: ModelConfig, n_loops: int, mean_loops: float) -> float:
+    """How much less work tokens of ``mean_loops`` loops are than tokens of ``n_loops``: ``(F0 + R Fr) / (F0 + d Fr)``,
+    F0 what a token is whatever its loops, Fr a loop (forward FLOPs of the ledger, attention over the whole context)."""
+    if n_loops < 2:
+        return 1.0
+    one, two = (ledger(config, n).forward_flops_per_token for n in (1, 2))
+    loop = two - one
+    return (one - loop + n_loops * loop) / (one - loop + mean_loops * loop)
