@@ -1,7 +1,8 @@
 """One pass of a model whose tokens leave the loop when a rule says so: copy-on-exit (docs/design, section 3).
 
 A token that leaves after loop d keeps its state, and its keys of loop d stand for all deeper loops. The pass runs whole
-rows, loop by loop, and freezes what is out: exact, and no faster than the full depth until all are out.
+rows, loop by loop, and freezes what is out: exact, and no faster than the full depth until all are out; or, compact, it
+runs those that are still in.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from alcoda.depth.record import CodaKeys
 from alcoda.depth.watch import ExitTest, Kept, Seen, Where
 from alcoda.errors import UsageError
 from alcoda.model.exit_keys import CODA, CopiedKeys, LastKeys
+from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import CORE
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.state import Readout, State
+from alcoda.model.state import Begun, Readout, State
 
 
 class Exits(NamedTuple):
@@ -31,6 +33,8 @@ class Exits(NamedTuple):
         readout_only: no token leaves: all run all loops, and where one would have left, that loop's output is its own.
             An upper bound of quality, not what can be served.
         keep_scores: whether the scores are wanted.
+        compact: whether tokens that are out are left out of a loop's work, once they are so many that it pays. Equal
+            but for rounding, which then is of what else is in the pass.
     """
 
     test: ExitTest
@@ -38,6 +42,7 @@ class Exits(NamedTuple):
     recompute_keys: bool = False
     readout_only: bool = False
     keep_scores: bool = False
+    compact: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -93,9 +98,7 @@ def run_exits(
     reads_loops = exits.coda_keys == "per_loop" or exits.readout_only
     out: Readout | None = None
     for loop in range(n_loops):
-        before, state = state, model.loop(begun, state, loop)
-        if store.active_BT is not None:
-            state = _frozen(before, state, store.active_BT)
+        before, state = state, _loop(model, begun, state, loop, store.active_BT, exits.compact)
         here = model.read_out(begun, state, loop) if reads_loops else None
         leaves_BT = rows.look(loop + 1, before, state, here)
         if here is not None:
@@ -109,6 +112,27 @@ def run_exits(
     store.active_BT = None
     out = model.read_out(begun, state, n_loops - 1) if out is None else out
     return Ran(out, rows.depths_BT, rows.scores_BTR)
+
+
+COMPACT = 0.75
+"""Below this share of tokens that are in, it pays to gather them: keys are read through a mask then."""
+
+
+def _loop(model: RecurrentLM, begun: Begun, state: State, loop: int, active_BT: Tensor | None, compact: bool) -> State:
+    """The state after a loop that only some tokens run; None: all."""
+    if active_BT is None:
+        return model.loop(begun, state, loop)
+    if compact and active_BT.size(1) > 1:
+        n_most = int(active_BT.sum(1).max())
+        if n_most < COMPACT * active_BT.size(1):
+            # Those that run first, in their order; behind them, where a row has fewer, others to fill it up.
+            index_BK = (~active_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :n_most]
+            here = begun.core.at_loop(model.config.keys.slot_loop(loop)).these(index_BK)
+            some = state.map(lambda x: tokens_at(x, index_BK))
+            new = model.run_loop(some, tokens_at(begun.e_BTD, index_BK), loop, here)
+            after = state.merge(new, lambda x, x_new: put_tokens(x.to(x_new.dtype), index_BK, x_new))
+            return _frozen(state, after, active_BT)
+    return _frozen(state, model.loop(begun, state, loop), active_BT)
 
 
 class _Rows:

@@ -104,7 +104,7 @@ class Runner:
         if test is None:
             reader = Reader(self.model, completion.n_loops, capacity)
         else:
-            reader = ExitReader(self.model, Exits(test, pick_coda_keys(test, None)), capacity)
+            reader = ExitReader(self.model, Exits(test, pick_coda_keys(test, None), compact=True), capacity)
         slots = self.arena.slots(completion.span)
         if not self.per_loop_coda(completion):
             # The reader writes the coda's keys at whatever loop it reads out; all are one slot.

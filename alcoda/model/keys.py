@@ -310,6 +310,17 @@ class Context:
         else:
             live_BT = runs_BT if base.key_live is None else runs_BT & base.key_live
             view = View.tagged(pos_BK, pos_BK, live_BT.gather(1, index_BK))
+        return self._of(index_BK, view)
+
+    def these(self, index_BK: Tensor) -> Context:
+        """The context of a loop that some tokens run, [B, K] in order of position, while every stored token has a key
+        that they may see."""
+        base = self.views[None]
+        assert isinstance(base, View)
+        pos, key_pos = (x.expand(index_BK.size(0), -1) for x in (base.pos, base.key_pos))
+        return self._of(index_BK, View.tagged(pos.gather(1, index_BK), key_pos, base.key_live))
+
+    def _of(self, index_BK: Tensor, view: View) -> Context:
         return replace(
             self,
             ids_BT=self.ids_BT.gather(1, index_BK),
