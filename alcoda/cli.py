@@ -178,7 +178,20 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among so many likeliest tokens.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the fewest likeliest tokens whose probabilities sum to this.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens at least so many times as likely as the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens in prompt or text become less likely.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="The text ends before this string. Repeatable, up to four.", metavar="TEXT"),
+    ] = None,
     prefill: Annotated[
         str | None,
         typer.Option(
@@ -206,7 +219,8 @@ def generate(
 
     lm = api.load(run, checkpoint)
     depths: list[Any] = []
-    draw: Any = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    draw: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    draw |= {"repetition_penalty": repetition_penalty, "stop": stop}
     pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, prefill=prefill, exit=leave, depths=depths, **draw)
     if as_json:
         text = "".join(pieces)

@@ -11,23 +11,11 @@ from alcoda.depth.exiting import Exits, pick_coda_keys
 from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest
+from alcoda.engine.sampling import Row, Sampling, draw
 from alcoda.errors import RunError, UsageError
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import Prefill, Reader
 from alcoda.training.device import autocast
-
-
-def sample(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """A token id from logits: the best at temperature 0, else drawn (of the best ``top_k``)."""
-    if not bool(torch.isfinite(logits_V).all()):
-        raise RunError("the model's logits are not finite: its weights are damaged, or training diverged")
-    if temperature == 0:
-        return int(logits_V.argmax())
-    if top_k is not None and top_k < logits_V.numel():
-        floor = logits_V.topk(top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < floor, float("-inf"))
-    weights_V = torch.softmax((logits_V.double() - logits_V.max()) / temperature, -1)
-    return int(torch.multinomial(weights_V, 1, generator=generator))
 
 
 def decode(
@@ -36,9 +24,7 @@ def decode(
     *,
     loops: int,
     max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    seed: int = 0,
+    sampling: Sampling | None = None,
     stop: int | None = None,
     n_vocab: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -52,9 +38,7 @@ def decode(
         prompt: at least one id.
         loops: loops of the core for every token; with ``rule``, at most.
         max_tokens: how many at most.
-        temperature: 0 takes the likeliest token.
-        top_k: draw among so many likeliest only.
-        seed: of the draws.
+        sampling: how each is drawn; None: the likeliest.
         stop: the end-of-text id.
         n_vocab: ids below it exist; an embedding padded beyond the tokenizer is never drawn from there.
         dtype: of the passes.
@@ -64,13 +48,18 @@ def decode(
     """
     model.config.check_loops(loops)
     model.config.check_decodes()
-    _check(len(prompt), max_tokens, temperature, top_k, seed, model.config.seq_len)
-    generator = torch.Generator().manual_seed(seed)
+    _check(len(prompt), max_tokens, model.config.seq_len)
+    sampling = Sampling() if sampling is None else sampling
+    sampling.check(model.config.vocab_size if n_vocab is None else n_vocab)
     room = min(max_tokens, model.config.seq_len - len(prompt))
+    output: list[int] = []
 
     def pick(logits_V: Tensor) -> int | None:
-        token = sample(logits_V[:n_vocab].float().cpu(), temperature, top_k, generator)
-        return None if token == stop else token
+        (drawn,) = draw(logits_V[None], [Row(sampling, prompt, output)], n_vocab)
+        if isinstance(drawn, str):
+            raise RunError(drawn)
+        output.append(drawn.token)
+        return None if drawn.token == stop else drawn.token
 
     # The arguments are checked when this is called, not when the first token is asked for.
     capacity = len(prompt) + room
@@ -106,7 +95,7 @@ def _decode(
         ids_BT = torch.tensor([[token]], device=device)
 
 
-def _check(n_prompt: int, max_tokens: int, temperature: float, top_k: int | None, seed: int, seq_len: int) -> None:
+def _check(n_prompt: int, max_tokens: int, seq_len: int) -> None:
     if n_prompt < 1:
         raise UsageError("the prompt has no tokens: give some text")
     if n_prompt >= seq_len:
@@ -116,9 +105,3 @@ def _check(n_prompt: int, max_tokens: int, temperature: float, top_k: int | None
         )
     if max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens}: at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise UsageError(f"temperature={temperature}: 0 (the likeliest token) or more")
-    if top_k is not None and top_k < 1:
-        raise UsageError(f"top_k={top_k}: at least 1")
-    if not 0 <= seed < 1 << 63:
-        raise UsageError(f"seed={seed}: 0 to 2^63 - 1")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from alcoda.config import validate
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.trajectory import NUMBERS, trace
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.decode import decode
+from alcoda.engine.sampling import Sampling
+from alcoda.engine.text import TextStream, check_stop
 from alcoda.errors import UsageError
 from alcoda.model.prefill import Prefill, Reading, read_rows
 from alcoda.training.device import autocast
@@ -119,7 +121,14 @@ class LM:
         max_tokens: int = 128,
         temperature: float = 0.0,
         top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
+        stop: str | Sequence[str] | None = None,
         prefill: Prefill | str | None = None,
         exit: ExitRule | ExitTest | str | None = None,
         threshold: float | Sequence[float] | None = None,
@@ -133,7 +142,14 @@ class LM:
             max_tokens: how many tokens at most; the context's end comes first where it is nearer.
             temperature: 0 takes the likeliest token each time.
             top_k: draw among so many likeliest tokens only.
+            top_p: draw among the fewest likeliest tokens only whose probabilities sum to this.
+            min_p: draw among tokens only that are at least so many times as likely as the likeliest.
+            repetition_penalty: above 1, tokens in prompt or text become less likely.
+            presence_penalty: off the logit of tokens in the text; below 0, added.
+            frequency_penalty: likewise, for each time that they are there.
+            logit_bias: token id -> what is added to its logit, -100 to 100.
             seed: of the draws; the same seed gives the same text.
+            stop: the text ends before the first of these strings (at most four).
             prefill: how a model with a memory reads the prompt: interleaved (as in training; where None), exact,
                 iterated, zero, or a `Prefill`. What follows is read token by token. With ``exit``, all of it exactly.
             exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md),
@@ -148,6 +164,21 @@ class LM:
             raise UsageError(
                 f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
             )
+        sampling = validate(
+            Sampling,
+            {
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "presence_penalty": presence_penalty,
+                "frequency_penalty": frequency_penalty,
+                "logit_bias": {} if logit_bias is None else logit_bias,
+                "seed": seed,
+            },
+        )
+        text = TextStream(self.tokenizer, check_stop(stop))
         rule = self.loaded.exit(exit, loops, threshold).test if isinstance(exit, str) else exit
         loops = self._loops(rule.n_loops if loops is None and isinstance(rule, ExitTest) else loops)
         # Training documents begin with end-of-text: it is what the first token is predicted from.
@@ -157,9 +188,7 @@ class LM:
             ids,
             loops=loops,
             max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
+            sampling=sampling,
             stop=self.tokenizer.eot,
             n_vocab=self.tokenizer.vocab_size,
             dtype=self.loaded.dtype,
@@ -167,21 +196,22 @@ class LM:
             rule=rule,
             depths=depths,
         )
-        return self._text(tokens)
-
-    def _text(self, tokens: Iterator[int]) -> Iterator[str]:
-        # A character may be split over tokens: the decoder keeps its bytes until it is whole.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in tokens:
-            text = decoder.decode(self.tokenizer.decode_bytes([token]))
-            if text:
-                yield text
-        rest = decoder.decode(b"", final=True)
-        if rest:
-            yield rest
+        return _pieces(tokens, text)
 
     def _loops(self, loops: int | None) -> int:
         return self.model.config.check_loops(self.n_loops if loops is None else loops)
+
+
+def _pieces(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
+    for token in tokens:
+        piece = text.push(token)
+        if piece:
+            yield piece
+        if text.stopped:
+            return
+    rest = text.finish()
+    if rest:
+        yield rest
 
 
 def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype: str = "auto") -> LM:

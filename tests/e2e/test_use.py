@@ -183,6 +183,47 @@ def test_generation(lm: api.LM, run: Path, run_cli: Cli) -> None:
     assert len(done.out.splitlines()) == 1
 
 
+def test_options_of_drawing(lm: api.LM, run: Path, run_cli: Cli) -> None:
+    draw: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "seed": 3}
+    text = lm.generate("one", **draw)
+    best = lm.generate("one", max_tokens=12)
+    assert text != best
+    eot = lm.tokenizer.eot
+    assert lm.generate("one", **draw, top_p=1e-9) == lm.generate("one", **draw, min_p=0.999999) == best
+    forced = lm.tokenizer.encode("#").tolist()[0]
+    assert lm.generate("one", **draw, logit_bias={forced: 100}) == "#" * 12
+    assert lm.generate("one", **draw, logit_bias={eot: 100}) == ""
+    for penalty in ({"repetition_penalty": 1e6}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+        flat: dict[str, Any] = {"max_tokens": 8, "logit_bias": {forced: 20, forced + 1: 19.9}}
+        assert lm.generate("one", **flat) == "#" * 8 != lm.generate("one", **flat, **penalty)
+    with pytest.raises(UsageError, match="there is no token 257: the ids are 0 to 256"):
+        lm.generate("one", logit_bias={257: 1.0})
+    with pytest.raises(UsageError, match="presence_penalty: a number from -2 to 2"):
+        lm.stream("one", presence_penalty=3.0)
+    for option, value in (("top_p", 1e-9), ("min_p", 0.999999), ("repetition_penalty", 1e-3)):
+        arguments = ("--temperature", 1, "--seed", 3, "--max-tokens", 12, f"--{option.replace('_', '-')}", value)
+        done = run_cli.ok("generate", run, "--prompt", "one", *arguments, "--json")
+        assert done.json["text"] == lm.generate("one", **draw, **{option: value}) != text
+
+
+def test_text_ends_before_a_stop_string(lm: api.LM, run: Path, run_cli: Cli) -> None:
+    text = lm.generate("one", max_tokens=30)
+    stop = text[5:8]
+    assert len(stop) == 3
+    expected = text.split(stop)[0]
+    assert lm.generate("one", max_tokens=30, stop=stop) == expected == lm.generate("one", stop=["no such", stop])
+    assert "".join(lm.stream("one", max_tokens=30, stop=[stop])) == expected
+    assert lm.generate("one", max_tokens=30, stop="no such") == text
+    done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 30, "--stop", "no such", "--stop", stop)
+    assert done.out == f"one{expected}\n"
+    depths: dict[str, list[torch.Tensor]] = {stop: [], "no such": []}
+    for one, passes in depths.items():
+        lm.generate("one", max_tokens=30, stop=one, exit="fixed:2", depths=passes)
+    assert len(depths[stop]) < len(depths["no such"])  # what comes after a stop string is not computed
+    with pytest.raises(UsageError, match="stop: 5 strings"):
+        lm.stream("one", stop=list("abcde"))
+
+
 def test_streamed_pieces_are_whole_characters(lm: api.LM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "naïve 漢字 🎉!"
     tokens = lm.tokenizer.encode(text).tolist()
