@@ -154,6 +154,10 @@ class Sampling(Config):
         return self.temperature == 0 and self.logprobs is None and not self.adjusts
 
 
+GREEDY = Sampling()
+"""The likeliest token each time."""
+
+
 class Drawn(NamedTuple):
     """A token that was drawn.
 
