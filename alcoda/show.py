@@ -203,6 +203,9 @@ def print_ledger(name: str, one: Any) -> None:
         f"decoding costs {flops(one.decode_flops_per_token)} FLOPs a token; "
         f"{one.effective_params:,} effective parameters (every loop counted)"
     )
+    if len(one.kv_bytes_by_cache) > 1:
+        kept = ", ".join(f"{name} {n:,}" for name, n in one.kv_bytes_by_cache.items())
+        print(f"KV bytes a token by decode cache: {kept}")
     if one.latent_kv_bytes_per_token != one.kv_bytes_per_token:
         latent = one.latent_kv_bytes_per_token
         print(f"a cache of latents, expanded when they are read, would keep {latent:,} bytes a token")

@@ -14,6 +14,7 @@ from torch import Tensor
 from alcoda.depth.record import CodaKeys
 from alcoda.depth.watch import ExitTest, Kept, Seen, Where
 from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA, CopiedKeys, LastKeys
 from alcoda.model.keys import CORE
 from alcoda.model.lm import RecurrentLM
@@ -31,6 +32,7 @@ class Exits(NamedTuple):
         readout_only: no token leaves: all run all loops, and where one would have left, that loop's output is its own.
             An upper bound of quality, not what can be served.
         keep_scores: whether the scores are wanted.
+        cache: what they leave in the core's slots of the cache.
     """
 
     test: ExitTest
@@ -38,6 +40,7 @@ class Exits(NamedTuple):
     recompute_keys: bool = False
     readout_only: bool = False
     keep_scores: bool = False
+    cache: CachePolicy = PER_LOOP
 
     @property
     def stages(self) -> tuple[str, ...]:
