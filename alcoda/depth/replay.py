@@ -1,7 +1,7 @@
 """Exact replay of exits: in one pass over whole texts, what decoding with exits computes (docs/design, section 3).
 
 So the quality of an exit rule is measured on what an engine computes, tokens, depths and logits, at the price of a
-forward pass. A model with a memory has no parallel form, nor has a cache of one slot for all loops; these are read token
+forward pass. A model with a memory has no parallel form, nor has a cache of one slot for all loops: they are read token
 by token (`alcoda.depth.sequential`).
 """
 

@@ -1,8 +1,8 @@
 """Reading with exits, chunk by chunk into a key store: what decoding does, and the exact form for a memory.
 
 The keys of a token that leaves after loop d are copied into the slots of all deeper loops (`CopiedKeys`), so that later
-chunks, of any length, find a key at every loop. Token by token it is the reference that `replay` is held against. With a
-cache of one slot for all loops (`alcoda.model.cache_policy`) there is no other way to read.
+chunks, of any length, find a key at every loop. Token by token it is the reference that `replay` is held against. A
+cache of one slot for all loops (`alcoda.model.cache_policy`) is read no other way.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ExitReader(Reader):
             )
         if exits.recompute_keys and not self.cache.is_parallel:
             raise UsageError(
-                f"recompute_keys with cache {self.cache.kind!r}: a token leaves one key for all loops, and none is left "
-                "to be made anew"
+                f"recompute_keys with cache {self.cache.kind!r}: a token leaves one key for all loops, and none is "
+                "left to be made anew"
             )
         self.exits = exits
         self.depths: list[Tensor] = []

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alcoda.laws.law import Place, close_logits, each, require
 from alcoda.laws.subject import Subject, at_most, depths, make, reminded, tokens
-from alcoda.model.config import ModelConfig
 from alcoda.model.cache_policy import caches
+from alcoda.model.config import ModelConfig
 from alcoda.model.cost import KV_ITEM_BYTES, Term, TrainingDepth
 from alcoda.model.cost import ledger as ledger_of
 from alcoda.model.keys import KeyStore

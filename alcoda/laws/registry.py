@@ -58,8 +58,8 @@ LAWS: tuple[Law, ...] = (
     Law("exits_in_batches", 3, "padded rows with exits are the rows alone", exits.batches, exits.refuses_exits),
     Law("frozen_keys", 3, "of frozen keys, copies are what is made anew", exits.frozen_keys, exits.projects_keys),
     Law("one_slot", 3, "a cache of one slot for all loops, as defined", caches.one_slot, caches.no_cheap_cache),
-    Law("one_slot_is_slots", 3, "... is any other where loops' keys are one", caches.same, caches.no_cheap_cache),
-    Law("one_slot_in_batches", 3, "... holds in padded rows what it does alone", caches.batches, caches.no_exits),
+    Law("one_slot_is_slots", 3, "with one loop or frozen keys, every cache is one", caches.same, caches.no_cheap_cache),
+    Law("one_slot_in_batches", 3, "with such a cache, padded rows are the rows alone", caches.batches, caches.no_exits),
     Law(
         "refinement",
         4,

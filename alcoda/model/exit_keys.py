@@ -1,8 +1,8 @@
 """Keys of tokens that have left the loop (docs/design, section 3): those of their last loop stand for all deeper ones.
 
 Whoever drives the loops sets ``active_BT`` before each and leaves the rest to the store. A whole text at once needs one
-slot a layer (`LastKeys`); decoding keeps a slot a loop and fills the deeper ones with copies (`CopiedKeys`), or, token by
-token, one slot for all loops (`LastLoopKeys`, `MeanKeys`: `alcoda.model.cache_policy`).
+slot a layer (`LastKeys`); decoding keeps a slot a loop and fills the deeper ones with copies (`CopiedKeys`), or, token
+by token, one slot for all loops (`LastLoopKeys`, `MeanKeys`: `alcoda.model.cache_policy`).
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class LastLoopKeys(CopiedKeys):
 class MeanKeys(LastLoopKeys):
     """As `LastLoopKeys`, but what a token leaves is the mean over the loops that it ran, of keys and of values.
 
-    Sums are kept in fp32 at least, and only of the token that is in the loop; the mean is put in its place when the next
-    token comes.
+    Sums are kept in fp32 at least, and only of the token that is in the loop; the mean is put in its place when the
+    next token comes.
     """
 
     def __init__(self, n_slots: dict[str, int], capacity_tokens: int = 256) -> None:

@@ -120,7 +120,7 @@ class Reading:
 
     Attributes:
         prefill: how the memories of a chunk are found.
-        chunk_tokens: length of a chunk; None: all that ``prefill`` reads is one (of a model without memory: whole rows).
+        chunk_tokens: length of a chunk; None: all that ``prefill`` reads is one (without a memory: whole rows).
         prompt_tokens: of each row ``prefill`` reads so many, and the rest is read token by token, as decoding would;
             None: it reads all of them.
         cache: what each token leaves in the cache.

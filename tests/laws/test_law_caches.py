@@ -173,7 +173,7 @@ def test_control_a_mean_over_loops_that_others_ran_is_noticed(monkeypatch: pytes
             self.active_BT = active
 
     monkeypatch.setattr(MeanKeys, "write", counts_all)
-    with pytest.raises(LawBroken, match="cache mean, exit state.*not as defined"):
+    with pytest.raises(LawBroken, match=r"cache mean, exit state.*not as defined"):
         check_one_slot(grt())
     with pytest.raises(LawBroken, match="-padded"):
         check_batches(grt())
