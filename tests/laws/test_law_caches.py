@@ -38,7 +38,11 @@ HOUSE: dict[str, dict[str, Any]] = {
 }
 over_house = pytest.mark.parametrize("fields", HOUSE.values(), ids=HOUSE)
 SPACE = [case for case in cases() if no_cheap_cache(Subject(case.config)) is None]
-over_space = pytest.mark.parametrize("config", [case.config for case in SPACE], ids=[case.name for case in SPACE])
+SLOW = {"marks": pytest.mark.slow}
+"""Two cases of three: the store knows little of a design."""
+over_space = pytest.mark.parametrize(
+    "config", [pytest.param(case.config, id=case.name, **(SLOW if i % 3 else {})) for i, case in enumerate(SPACE)]
+)
 
 
 def grt() -> Any:
