@@ -13,6 +13,8 @@ from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError
 from alcoda.files import disk, read_json, write_json
 from alcoda.laws.run import LawReport, check_laws
+from alcoda.measure.caches import CachesResult
+from alcoda.measure.caches import evaluate_caches as _evaluate_caches
 from alcoda.measure.calibrate import calibrate as _calibrate
 from alcoda.measure.evaluate import EvalResult
 from alcoda.measure.evaluate import evaluate as _evaluate
@@ -26,6 +28,7 @@ from alcoda.measure.prefills import PrefillsResult
 from alcoda.measure.prefills import evaluate_prefills as _evaluate_prefills
 from alcoda.measure.probe import ProbeResult
 from alcoda.measure.probe import fit_probe as _fit_probe
+from alcoda.model.cache_policy import CachePolicy
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
 from alcoda.model.prefill import Prefill
@@ -43,6 +46,7 @@ from alcoda.training.run import RunFolder
 
 __all__ = [
     "LM",
+    "CachesResult",
     "Catalogue",
     "EvalResult",
     "ExitResult",
@@ -64,6 +68,7 @@ __all__ = [
     "check_laws",
     "cost",
     "evaluate",
+    "evaluate_caches",
     "evaluate_exit",
     "evaluate_prefills",
     "fit_probe",
@@ -116,6 +121,7 @@ def evaluate(
     checkpoint: str = "best",
     prefill: Prefill | str | None = None,
     chunk_tokens: int | None = None,
+    cache: CachePolicy | str | None = None,
     batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> EvalResult:
@@ -130,6 +136,8 @@ def evaluate(
         prefill: how a model with a memory reads rows: ``exact`` (token by token; where None), ``interleaved``,
             ``iterated``, ``zero``, or a `Prefill`.
         chunk_tokens: in chunks of so many tokens; None: rows whole.
+        cache: what each token leaves in the decode cache: ``per_loop`` (where None), ``mean`` or ``last``, which are
+            read token by token.
         batch_size: rows scored at a time; None: 8, or 64 where they are read token by token.
         max_tokens: score at most so many tokens of each source.
     """
@@ -139,8 +147,32 @@ def evaluate(
         data,
         prefill=prefill,
         chunk_tokens=chunk_tokens,
+        cache=cache,
         batch_size=batch_size,
         max_tokens=max_tokens,
+    )
+
+
+def evaluate_caches(
+    run: str | Path | LM,
+    loops: int | None = None,
+    data: str = "valid",
+    *,
+    checkpoint: str = "best",
+    caches: Sequence[CachePolicy | str] = (),
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> CachesResult:
+    """What each decode cache costs in bits per byte, against a slot a loop, with its bytes and its time a token.
+
+    Args:
+        run, data, checkpoint, max_tokens: as of `evaluate`.
+        loops: the depth; the model's ``n_loops`` where None.
+        caches: beside ``per_loop``; where empty, every one that there is.
+        batch_size: rows read at a time, token by token; None: 64.
+    """
+    return _evaluate_caches(
+        _loaded(run, checkpoint), loops, data, choices=caches, batch_size=batch_size, max_tokens=max_tokens
     )
 
 
@@ -183,17 +215,20 @@ def evaluate_exit(
     data: str = "valid",
     *,
     checkpoint: str = "best",
+    cache: CachePolicy | str | None = None,
     batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> ExitResult:
     """Bits per byte, loops and executed FLOPs of a text whose tokens leave the loop early, as decoding would have them.
 
     Args:
-        run, data, checkpoint, batch_size, max_tokens: as of `evaluate`.
+        run, data, checkpoint, cache, batch_size, max_tokens: as of `evaluate`.
         exit: a rule, its name (``state:0.01``), or a tier that `calibrate` chose (``balanced``).
         loops: that run at most; the tier's, or the model's, where None.
     """
-    return _evaluate_exit(_loaded(run, checkpoint), exit, loops, data, batch_size=batch_size, max_tokens=max_tokens)
+    return _evaluate_exit(
+        _loaded(run, checkpoint), exit, loops, data, cache=cache, batch_size=batch_size, max_tokens=max_tokens
+    )
 
 
 def fit_probe(
@@ -410,6 +445,11 @@ def measured_in(run: str | Path) -> Path:
 def keep_prefills(run: str | Path, found: PrefillsResult) -> None:
     """Write ``prefills.json``, which the report shows."""
     write_json(RunFolder(measured_in(run)).prefills_json, found.to_json())
+
+
+def keep_caches(run: str | Path, found: CachesResult) -> None:
+    """Write ``caches.json``, which the report shows."""
+    write_json(RunFolder(measured_in(run)).caches_json, found.to_json())
 
 
 def keep_frontier(run: str | Path, found: FrontierResult) -> None:

@@ -11,18 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import cost_command, depth_commands, lab_command, launch
-from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.options import Checkpoint, Json, Plugin, Run, Set, With, parse_keep
-from alcoda.show import (
-    print_exit,
-    print_json,
-    print_prefills,
-    print_recipes,
-    print_scores,
-    print_table,
-    say,
-)
+from alcoda import cost_command, depth_commands, eval_command, lab_command, launch
+from alcoda.errors import RunError, UsageError
+from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
+from alcoda.show import print_json, print_recipes, print_table, say
 
 app = typer.Typer(
     name="alcoda",
@@ -99,75 +91,6 @@ def train(
     print_json(vars(result) | {"run": str(result.run)})
 
 
-@app.command(name="eval")
-def evaluate(
-    run: Run,
-    loops: Annotated[str, typer.Option(help="Depths: 1,2,4,8. Default: those of the recipe.")] = "",
-    data: Annotated[
-        str, typer.Option(help="valid, train, calib, probe, or a corpus, scored whole: text:PATH, pystdlib, ...")
-    ] = "valid",
-    checkpoint: Checkpoint = "best",
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            help="How a model with a memory reads rows: exact (token by token; default), interleaved, iterated, zero. "
-            "all: compare them, and keep the table in the run's prefills.json.",
-            metavar="NAME",
-        ),
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="It reads in chunks of so many tokens. Default: rows whole.")
-    ] = None,
-    leave: Annotated[
-        str | None,
-        typer.Option(
-            "--exit",
-            help="When tokens leave the loop, at --loops at the latest: state:0.01, kl:1e-3, ..., or a tier that "
-            "alcoda calibrate chose: fast, balanced, exact.",
-            metavar="RULE",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="Rows scored at a time. Default: 8, or 64 where rows are read token by token.", min=1),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Score at most so many tokens of each source.", min=2)] = None,
-    plugin: Plugin = None,
-    as_json: Json = False,
-) -> None:
-    """Bits per byte at each depth, with 95% intervals. The last line is JSON."""
-    from alcoda import api
-    from alcoda.model.prefill import prefills
-
-    depths = parse_loops(loops)
-    if prefill is not None and prefill not in (names := [*prefills(), "all"]):
-        raise UsageError(f"--prefill {prefill!r}{did_you_mean(prefill, names)}")
-    how: Any = {"checkpoint": checkpoint, "chunk_tokens": chunk, "batch_size": batch_size, "max_tokens": max_tokens}
-    if leave is not None:
-        if len(depths) > 1 or prefill not in (None, "exact") or chunk is not None:
-            raise UsageError(
-                "--exit goes with one depth in --loops (no token runs more), and without --prefill and --chunk: with "
-                "exits a text is read exactly"
-            )
-        del how["chunk_tokens"]
-        result = api.evaluate_exit(run, leave, depths[0] if depths else None, data, **how)
-        show = print_exit
-    elif prefill == "all":
-        if len(depths) > 1:
-            raise UsageError(f"--loops {loops} with --prefill all: prefills are compared at one depth; give one")
-        result = api.evaluate_prefills(run, depths[0] if depths else None, data, **how)
-        show = print_prefills
-    else:
-        result = api.evaluate(run, depths, data, prefill=prefill, **how)
-        show = print_scores
-    if not as_json:
-        show(result)
-        say(result.note or f"intervals over {result.n_units} documents, {result.n_bytes:,} bytes")
-    print_json(result.to_json())
-    if isinstance(result, api.PrefillsResult):
-        api.keep_prefills(run, result)  # last: where it cannot be written, it has been said
-
-
 @app.command()
 def generate(
     run: Run,
@@ -210,6 +133,7 @@ def generate(
             metavar="RULE",
         ),
     ] = None,
+    cache: Cache = None,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,
@@ -221,10 +145,13 @@ def generate(
     depths: list[Any] = []
     draw: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     draw |= {"repetition_penalty": repetition_penalty, "stop": stop}
-    pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, prefill=prefill, exit=leave, depths=depths, **draw)
+    how: Any = {"prefill": prefill, "exit": leave, "depths": depths, "cache": cache}
+    pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, **how, **draw)
     if as_json:
         text = "".join(pieces)
         found = {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
+        if cache is not None:
+            found |= {"cache": cache}
         if leave is not None:
             ran = [n for depths_BT in depths for n in depths_BT[0].tolist()]
             found |= {"exit": leave, "mean_loops": sum(ran) / len(ran)}
@@ -334,6 +261,7 @@ def quickstart(
     print_json(main_job(out, fresh, settings or ()))
 
 
+app.command(name="eval")(eval_command.evaluate)
 app.command()(cost_command.cost)
 app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
@@ -378,14 +306,6 @@ def entries(
         print(f"{entry.name} = {entry.default}" if entry.default else entry.name)
         if entry.meaning:
             print(f"    {entry.meaning}")
-
-
-def parse_loops(text: str) -> list[int]:
-    """``"1,2,4"`` as numbers."""
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise UsageError(f"--loops {text}: write whole numbers with commas between, for example 1,2,4,8") from None
 
 
 def main() -> None:

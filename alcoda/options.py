@@ -48,6 +48,14 @@ With = Annotated[
     ),
 ]
 MaxTokens = Annotated[str, typer.Option("--tokens", help="Of each source at most: 20000, 20k, all.", metavar="NUMBER")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        help="What a token leaves in the decode cache: per_loop (a slot a loop; default), mean (of its loops' keys), "
+        "last (of its last loop).",
+        metavar="NAME",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
 
@@ -64,6 +72,14 @@ def parse_tokens(text: str, option: str = "--tokens") -> int | None:
     if found < 2:
         raise UsageError(f"{option} {text}: a number of 2 or more, as 20000, 20k or 1M; or all")
     return found
+
+
+def parse_loops(text: str) -> list[int]:
+    """``"1,2,4"`` as numbers."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise UsageError(f"--loops {text}: write whole numbers with commas between, for example 1,2,4,8") from None
 
 
 def parse_keep(text: str) -> tuple[str, int]:

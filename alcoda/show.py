@@ -63,6 +63,8 @@ def print_scores(result: Any) -> None:
     ]
     how = None if result.prefill is None else f"rows read by {fields(result.prefill)} prefill"
     how = how and how + (f", {result.chunk_tokens} tokens at a time" if result.chunk_tokens else "")
+    if result.cache["kind"] != "per_loop":
+        how = f"rows read token by token, with cache {fields(result.cache)}"
     print_table(["loops", "nats/token", "bits/byte", "95%", f"gain over {result.by_depth[0].loops}"], rows, how)
     head = ["loops", *(f"{p.start}-{p.stop - 1}" for p in result.by_position)]
     rows = [[str(n), *(f"{p.bits_per_byte[n]:.4f}" for p in result.by_position)] for n in result.bits_per_byte]
@@ -87,6 +89,28 @@ def print_prefills(result: Any) -> None:
     )
 
 
+def print_caches(result: Any) -> None:
+    """A `CachesResult` as a table."""
+    rows = []
+    for one in result.by_cache:
+        bits, kept = one.bits, one.bytes_per_token
+        rows.append(
+            [
+                fields(one.cache),
+                f"{bits.bits_per_byte:.4f} [{bits.low:.4f}, {bits.high:.4f}]",
+                "" if bits.gap is None else signed(bits.gap, bits.gap_low, bits.gap_high),
+                f"{one.loss:.4f}",
+                "" if kept is None else f"{kept:,}",
+                f"{1000 * one.s_per_token:.3f}",
+            ]
+        )
+    print_table(
+        ["cache", "bits/byte, 95%", "gap to per_loop", "nats/token", "KV bytes/token", "ms/token"],
+        rows,
+        f"at {result.loops} loop{'s' if result.loops != 1 else ''}, token by token, {result.batch_size} rows at a time",
+    )
+
+
 def print_exit(result: Any) -> None:
     """An `ExitResult` as a table, and the depths of tokens in a line."""
     of_all = result.flops_per_token / result.deepest_flops_per_token
@@ -98,6 +122,8 @@ def print_exit(result: Any) -> None:
         f"{result.mean_loops:.2f} of {result.n_loops}",
         f"{flops(result.flops_per_token)} ({of_all:.0%})",
     ]
+    if result.cache["kind"] != "per_loop":
+        print(f"with cache {fields(result.cache)}, also where all tokens run {result.n_loops} loops")
     head = ["exit", "bits/byte, 95%", f"gap to {result.n_loops} loops", "of the loss", "mean loops", "FLOPs/token"]
     print_table(head, [row])
     n_tokens = sum(result.depths.values())
@@ -203,6 +229,9 @@ def print_ledger(name: str, one: Any) -> None:
         f"decoding costs {flops(one.decode_flops_per_token)} FLOPs a token; "
         f"{one.effective_params:,} effective parameters (every loop counted)"
     )
+    if len(one.kv_bytes_by_cache) > 1:
+        kept = ", ".join(f"{name} {n:,}" for name, n in one.kv_bytes_by_cache.items())
+        print(f"KV bytes a token by decode cache: {kept}")
     if one.latent_kv_bytes_per_token != one.kv_bytes_per_token:
         latent = one.latent_kv_bytes_per_token
         print(f"a cache of latents, expanded when they are read, would keep {latent:,} bytes a token")

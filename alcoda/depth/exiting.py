@@ -15,6 +15,7 @@ from torch import Tensor
 from alcoda.depth.record import CodaKeys
 from alcoda.depth.watch import ExitTest, Kept, Seen, Where
 from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA, CopiedKeys, LastKeys
 from alcoda.model.gather import put_tokens, tokens_at
 from alcoda.model.keys import CORE
@@ -35,6 +36,7 @@ class Exits(NamedTuple):
         keep_scores: whether the scores are wanted.
         compact: whether tokens that are out are left out of a loop's work, once they are so many that it pays. Equal
             but for rounding, which then is of what else is in the pass.
+        cache: what they leave in the core's slots of the cache.
     """
 
     test: ExitTest
@@ -43,6 +45,7 @@ class Exits(NamedTuple):
     readout_only: bool = False
     keep_scores: bool = False
     compact: bool = False
+    cache: CachePolicy = PER_LOOP
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Reading with exits, chunk by chunk into a key store: what decoding does, and the exact form for a memory.
 
 The keys of a token that leaves after loop d are copied into the slots of all deeper loops (`CopiedKeys`), so that later
-chunks, of any length, find a key at every loop. Token by token it is the reference that `replay` is held against.
+chunks, of any length, find a key at every loop. Token by token it is the reference that `replay` is held against. A
+cache of one slot for all loops (`alcoda.model.cache_policy`) is read no other way.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ class ExitReader(Reader):
     """
 
     def __init__(self, model: RecurrentLM, exits: Exits, capacity_tokens: int = 256) -> None:
-        super().__init__(model, exits.test.n_loops, capacity_tokens)
+        super().__init__(model, exits.test.n_loops, capacity_tokens, exits.cache, exits.n_slots())
         if exits.readout_only:
             raise UsageError(
                 "readout_only of tokens that are read one after the other: what each is told depends on where those "
-                "before it left. It is for models without a memory (model.memory), on whole texts"
+                "before it left. It is for models without a memory (model.memory) and cache per_loop, on whole texts"
+            )
+        if exits.recompute_keys and not self.cache.is_parallel:
+            raise UsageError(
+                f"recompute_keys with cache {self.cache.kind!r}: a token leaves one key for all loops, and none is "
+                "left to be made anew"
             )
         self.exits = exits
-        self.store = CopiedKeys(exits.n_slots(), capacity_tokens)
         self.depths: list[Tensor] = []
         self.scores: list[Tensor] = []
 
-    def check_prefill(self, prefill: Prefill | None) -> None:
-        """UsageError where a text with exits cannot be read so."""
-        if prefill is not None and not prefill.is_exact and self.model.config.memory.carries:
-            raise UsageError(
-                f"prefill {prefill.kind!r} with an exit rule: a memory is of where a token left the loop, which only "
-                "reading token by token finds; leave prefill out, or set it to exact"
-            )
+    def _check_prefill(self, prefill: Prefill) -> None:
+        raise UsageError(
+            f"prefill {prefill.kind!r} with an exit rule: a memory is of where a token left the loop, which only "
+            "reading token by token finds; leave prefill out, or set it to exact"
+        )
 
     def read(
         self,

@@ -13,6 +13,7 @@ from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.sampling import Row, Sampling, draw
 from alcoda.errors import RunError, UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import Prefill, Reader
 from alcoda.training.device import autocast
@@ -31,6 +32,7 @@ def decode(
     prefill: Prefill | None = None,
     rule: ExitRule | ExitTest | None = None,
     depths: list[Tensor] | None = None,
+    cache: CachePolicy = PER_LOOP,
 ) -> Iterator[int]:
     """Yields token ids after ``prompt`` until ``stop`` (not yielded), ``max_tokens`` or the end of the context.
 
@@ -45,6 +47,7 @@ def decode(
         prefill: how the prompt is read where the model has a memory; None: token by token, as all after it is.
         rule: when a token leaves the loop early; None: none does.
         depths: with a rule, what it makes tokens run is appended, pass by pass, [1, T]: the prompt's first.
+        cache: what a token leaves in the cache; other than `per_loop`, the prompt too is read token by token.
     """
     model.config.check_loops(loops)
     model.config.check_decodes()
@@ -64,9 +67,11 @@ def decode(
     # The arguments are checked when this is called, not when the first token is asked for.
     capacity = len(prompt) + room
     if rule is None:
-        return _decode(Reader(model, loops, capacity), prompt, room, pick, dtype, prefill)
+        reader = Reader(model, loops, capacity, cache)
+        reader.check_prefill(prefill)
+        return _decode(reader, prompt, room, pick, dtype, prefill)
     test = at_work(rule, model, loops)
-    reader = ExitReader(model, Exits(test, pick_coda_keys(test, None)), capacity)
+    reader = ExitReader(model, Exits(test, pick_coda_keys(test, None), cache=cache), capacity)
     reader.check_prefill(prefill)
     reader.depths = reader.depths if depths is None else depths
     return _decode(reader, prompt, room, pick, dtype, prefill)

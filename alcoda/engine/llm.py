@@ -17,7 +17,8 @@ from alcoda.engine.decode import decode
 from alcoda.engine.sampling import Sampling
 from alcoda.engine.text import TextStream, check_stop
 from alcoda.errors import UsageError
-from alcoda.model.prefill import Prefill, Reading, read_rows
+from alcoda.model.cache_policy import CachePolicy, pick_cache
+from alcoda.model.prefill import Prefill, read_rows
 from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun, load_run
 
@@ -44,7 +45,13 @@ class LM:
         return self.model.config.n_loops
 
     @torch.no_grad()
-    def logits(self, ids: Ids, loops: int | None = None, prefill: Prefill | str | None = None) -> Tensor:
+    def logits(
+        self,
+        ids: Ids,
+        loops: int | None = None,
+        prefill: Prefill | str | None = None,
+        cache: CachePolicy | str | None = None,
+    ) -> Tensor:
         """Logits of the next token after each of ``ids``, in fp32.
 
         Args:
@@ -52,17 +59,20 @@ class LM:
             loops: loops of the core.
             prefill: how a model with a memory reads them: exact (token by token; where None), interleaved, iterated,
                 zero, or a `Prefill`.
+            cache: what a token leaves in the cache: per_loop (where None), or mean or last: token by token, as decoding
+                with it computes them (docs/design/axes/cache.md).
 
         Returns:
             ``[T, V]`` or ``[B, T, V]``.
 
         Raises:
-            UsageError: ids that the model does not have, rows of several lengths, or no ids.
+            UsageError: ids that the model does not have, rows of several lengths, or no ids; a cache that the model
+                cannot have.
         """
         loops = self._loops(loops)
         rows_BT, is_one = self._rows(ids)
         with autocast(rows_BT.device, self.loaded.dtype):
-            reading = Reading(self.loaded.prefill(prefill, "exact"))
+            reading = self.loaded.reading(prefill, None, cache)
             (y_BTD,) = read_rows(self.model, rows_BT, [loops], reading)
             logits_BTV = self.model.logits(y_BTD).float()
         return logits_BTV[0] if is_one else logits_BTV
@@ -133,6 +143,7 @@ class LM:
         exit: ExitRule | ExitTest | str | None = None,
         threshold: float | Sequence[float] | None = None,
         depths: list[Tensor] | None = None,
+        cache: CachePolicy | str | None = None,
     ) -> Iterator[str]:
         """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters.
 
@@ -156,6 +167,7 @@ class LM:
                 or a tier that ``alcoda calibrate`` chose: ``"balanced"``.
             threshold: of a rule that is named; one for each loop, or one for all.
             depths: as `alcoda.engine.decode.decode`.
+            cache: what a token leaves in the cache: per_loop (where None), mean or last, which read prompts exactly.
 
         Raises:
             UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
@@ -180,6 +192,7 @@ class LM:
         )
         text = TextStream(self.tokenizer, check_stop(stop))
         rule = self.loaded.exit(exit, loops, threshold).test if isinstance(exit, str) else exit
+        keeps = pick_cache(cache, self.model.config)
         loops = self._loops(rule.n_loops if loops is None and isinstance(rule, ExitTest) else loops)
         # Training documents begin with end-of-text: it is what the first token is predicted from.
         ids = [self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist()]
@@ -192,9 +205,10 @@ class LM:
             stop=self.tokenizer.eot,
             n_vocab=self.tokenizer.vocab_size,
             dtype=self.loaded.dtype,
-            prefill=self.loaded.prefill(prefill, "interleaved" if rule is None else "exact"),
+            prefill=self.loaded.prefill(prefill, "interleaved" if rule is None and keeps.is_parallel else "exact"),
             rule=rule,
             depths=depths,
+            cache=keeps,
         )
         return _pieces(tokens, text)
 

@@ -19,11 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alcoda.laws.law import Place, close_logits, each, require
 from alcoda.laws.subject import Subject, at_most, depths, make, reminded, tokens
+from alcoda.model.cache_policy import caches
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import KV_ITEM_BYTES, Term, TrainingDepth
 from alcoda.model.cost import ledger as ledger_of
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.prefill import Reader
 from alcoda.training import checkpoint
 
 B = 2
@@ -179,6 +181,15 @@ def check_kv_bytes(config: ModelConfig, n_loops: int) -> None:
     # Tokens that a route lets out have no key: then the ledger says the most.
     holds = there <= said if config.route.gathers else there == said
     require(holds, f"KV bytes of 9 tokens: the ledger says {said:,}, the store holds {there:,.10g}")
+    by_cache = ledger_of(config, n_loops).kv_bytes_by_cache
+    require(by_cache["per_loop"] * 9 == said, "KV bytes of cache per_loop are not those of the ledger")
+    for name, n_bytes in by_cache.items():
+        if not (cache := caches()[name]).is_parallel:
+            reader = Reader(model, n_loops, cache=cache)
+            reader.read(ids_BT)
+            there = reader.store.n_bytes() * KV_ITEM_BYTES / item_bytes
+            said = n_bytes * 9
+            require(there == said, f"KV bytes, cache {name}: the ledger says {said:,}, the store holds {there:,.10g}")
 
 
 def kv_bytes(subject: Subject) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from alcoda.laws import (
     attend,
+    caches,
     causal,
     decode,
     exits,
@@ -56,6 +57,9 @@ LAWS: tuple[Law, ...] = (
     Law("exits_are_causal", 3, "a token moves no exit before it", exits.causal, exits.refuses_exits),
     Law("exits_in_batches", 3, "padded rows with exits are the rows alone", exits.batches, exits.refuses_exits),
     Law("frozen_keys", 3, "of frozen keys, copies are what is made anew", exits.frozen_keys, exits.projects_keys),
+    Law("one_slot", 3, "a cache of one slot for all loops, as defined", caches.one_slot, caches.no_cheap_cache),
+    Law("one_slot_is_slots", 3, "with one loop or frozen keys, every cache is one", caches.same, caches.no_cheap_cache),
+    Law("one_slot_in_batches", 3, "with such a cache, padded rows are the rows alone", caches.batches, caches.no_exits),
     Law(
         "refinement",
         4,

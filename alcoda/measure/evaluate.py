@@ -13,6 +13,7 @@ from alcoda import progress
 from alcoda.errors import UsageError
 from alcoda.measure.bootstrap import paired_gain, ratio_interval
 from alcoda.measure.text import Sums, Text, buckets, joined
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.prefill import Prefill, Reading
 from alcoda.training.load import LoadedRun
 from alcoda.training.score import score
@@ -63,6 +64,7 @@ class EvalResult:
         train_step: of the checkpoint.
         prefill: how rows were read: the kind of prefill and its fields; None where the model has no memory.
         chunk_tokens: in chunks of so many tokens; None: whole.
+        cache: what each token left in the cache: the kind of cache and its fields.
         unit: ``documents`` or ``blocks``: what the bootstrap resamples.
         n_units, n_tokens, n_bytes: how much was scored.
         note: what the reader should know of the units, or None.
@@ -76,6 +78,7 @@ class EvalResult:
     train_step: int
     prefill: dict[str, Any] | None
     chunk_tokens: int | None
+    cache: dict[str, Any]
     unit: str
     n_units: int
     n_tokens: int
@@ -103,6 +106,7 @@ def evaluate(
     *,
     prefill: Prefill | str | None = None,
     chunk_tokens: int | None = None,
+    cache: CachePolicy | str | None = None,
     batch_size: int | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
@@ -115,15 +119,16 @@ def evaluate(
         data: ``valid`` (also train, calib, probe) or a corpus (``text:PATH`` ...).
         prefill: how rows are read where the model has a memory; None: exactly, token by token.
         chunk_tokens: in chunks of so many tokens; None: whole.
+        cache: what each token leaves in the cache; None: `per_loop`. Of others rows are read token by token.
         batch_size: rows scored at a time; None: `BATCH_ROWS`, or `EXACT_ROWS` where they are read token by token.
         max_tokens: score at most so many tokens of each source.
         seed: of the bootstrap.
 
     Raises:
-        UsageError: a depth or a prefill that the model does not have, or a corpus that cannot be read.
+        UsageError: a depth, a prefill or a cache that the model does not have, or a corpus that cannot be read.
     """
     depths = sorted({run.recipe.model.check_loops(n) for n in (list(loops) or run.recipe.eval.loops)})
-    reading = run.reading(prefill, chunk_tokens)
+    reading = run.reading(prefill, chunk_tokens, cache)
     n_rows = rows_at_a_time(batch_size, is_exact=reading is not None and reading.prefill.is_exact)
     text = Text.open(run, data, max_tokens)
     sums = {}
@@ -164,8 +169,9 @@ def _result(
     return EvalResult(
         data=text.name,
         train_step=run.train_step,
-        prefill=reading.prefill.model_dump() if reading else None,
+        prefill=reading.prefill.model_dump() if reading and run.recipe.model.memory.carries else None,
         chunk_tokens=reading.chunk_tokens if reading else None,
+        cache=(reading.cache if reading else PER_LOOP).model_dump(),
         unit=text.unit,
         n_units=len(bytes_U),
         n_tokens=n_scored,

@@ -12,6 +12,7 @@ from alcoda.depth.exiting import pick_coda_keys
 from alcoda.depth.rules import NEVER, ExitRule
 from alcoda.measure.calibrate import measured
 from alcoda.measure.replays import Passage
+from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.training.load import LoadedRun
 
 
@@ -22,6 +23,7 @@ class ExitResult:
     Attributes:
         exit: the rule, its kind and fields; ``tier``: the name of the tier that it is of.
         coda_keys: the mode in which it was measured.
+        cache: what each token left in the cache, also where all ran ``n_loops``: the kind of cache and its fields.
         loss: mean nats a scored token.
         bits_per_byte, low, high: with its 95% interval; ``deepest``: of all tokens at ``n_loops``.
         gap, gap_low, gap_high: bits per byte more than those, paired; ``excess``: relative to their loss.
@@ -37,6 +39,7 @@ class ExitResult:
     tier: str | None
     n_loops: int
     coda_keys: str
+    cache: dict[str, Any]
     loss: float
     bits_per_byte: float
     low: float
@@ -69,6 +72,7 @@ def evaluate_exit(
     loops: int | None = None,
     data: str = "valid",
     *,
+    cache: CachePolicy | str | None = None,
     batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> ExitResult:
@@ -76,11 +80,12 @@ def evaluate_exit(
 
     Args:
         loops: that run at most; the tier's, or the model's, where None.
-        data, max_tokens, batch_size: as of `alcoda.measure.evaluate.evaluate`.
+        data, cache, max_tokens, batch_size: as of `alcoda.measure.evaluate.evaluate`.
     """
+    keeps = pick_cache(cache, run.recipe.model)
     chosen = run.exit(exit, loops)
     n_loops, rule = chosen.test.n_loops, chosen.rule
-    text = Passage.open(run, data, max_tokens, batch_size)
+    text = Passage.open(run, data, max_tokens, batch_size, cache=keeps)
     with progress.bar(f"scoring {data} with exit {chosen.tier or rule.kind}", 2 * text.n_tokens) as advance:
         read = text.read(chosen.test, tell=advance)
         (deepest_N,) = text.uniform([n_loops], advance)
@@ -93,6 +98,7 @@ def evaluate_exit(
         tier=chosen.tier,
         n_loops=n_loops,
         coda_keys=pick_coda_keys(chosen.test, None),
+        cache=keeps.model_dump(),
         loss=text.loss(read.nats_N),
         bits_per_byte=bits.value,
         low=bits.low,

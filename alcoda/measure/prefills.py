@@ -10,25 +10,12 @@ import numpy as np
 
 from alcoda import progress
 from alcoda.errors import UsageError
-from alcoda.measure.bootstrap import Interval, paired_gain, ratio_interval
+from alcoda.measure.compare import Bits
 from alcoda.measure.evaluate import rows_at_a_time
 from alcoda.measure.text import Sums, Text, joined
 from alcoda.model.prefill import Prefill, Reading, prefills
 from alcoda.training.load import LoadedRun
 from alcoda.training.score import score
-
-
-@dataclass(frozen=True)
-class Bits:
-    """Bits per byte with their 95% interval, and how many more they are than those of exact prefill, paired over units
-    (None of exact prefill itself)."""
-
-    bits_per_byte: float
-    low: float
-    high: float
-    gap: float | None
-    gap_low: float | None
-    gap_high: float | None
 
 
 @dataclass(frozen=True)
@@ -171,8 +158,8 @@ def evaluate_prefills(
             PrefillScore(
                 name=one.prefill.kind,
                 prefill=one.prefill.model_dump(),
-                whole=_bits(nats_PU, i, bytes_U, seed),
-                continuation=_bits(nats_PC, i, bytes_C, seed),
+                whole=Bits.of(nats_PU, i, bytes_U, seed),
+                continuation=Bits.of(nats_PC, i, bytes_C, seed),
                 read_s=read_s[i],
                 tokens_per_s=n_read / read_s[i],
             )
@@ -196,11 +183,3 @@ def _joined(
     """Nats of each prefill by unit, and the units' bytes, which are those of all."""
     found = [joined(one, [n_loops], text.name, run.train_step, what) for one in sums]
     return np.concatenate([nats_LU for nats_LU, _ in found]), found[0][1]
-
-
-def _bits(nats_PU: np.ndarray, i: int, bytes_U: np.ndarray, seed: int) -> Bits:
-    own = ratio_interval(nats_PU[i], bytes_U, seed=seed)
-    gap: Interval | tuple[None, None, None] = (
-        paired_gain(nats_PU[i], nats_PU[0], bytes_U, seed=seed) if i else (None, None, None)
-    )
-    return Bits(*own, *gap)

@@ -20,6 +20,7 @@ from alcoda.errors import RunError, UsageError
 from alcoda.measure.bootstrap import Interval, mean_interval, paired_gain, ratio_interval
 from alcoda.measure.evaluate import rows_at_a_time
 from alcoda.measure.text import Text
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.prefill import Tell
 from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun
@@ -52,6 +53,7 @@ class Passage:
         bytes_N: of text that the token after each stands for; 0: it is not scored.
         unit_N: which unit that token is of.
         batch_size: rows read at a time.
+        cache: what tokens leave in the cache.
     """
 
     run: LoadedRun
@@ -59,6 +61,7 @@ class Passage:
     bytes_N: np.ndarray
     unit_N: np.ndarray
     batch_size: int
+    cache: CachePolicy = PER_LOOP
 
     @classmethod
     def open(
@@ -68,6 +71,7 @@ class Passage:
         max_tokens: int | None = None,
         batch_size: int | None = None,
         least_tokens: int = 2,
+        cache: CachePolicy = PER_LOOP,
     ) -> Passage:
         """A split of the run's data, or a corpus; ``max_tokens`` of each source.
 
@@ -75,14 +79,14 @@ class Passage:
             UsageError: a corpus that cannot be read, or fewer than ``least_tokens`` tokens to score.
         """
         text = Text.open(run, data, max_tokens)
-        n_rows = rows_at_a_time(batch_size, run.recipe.model.memory.carries)
+        n_rows = rows_at_a_time(batch_size, run.recipe.model.memory.carries or not cache.is_parallel)
         sizes, units, n_units = [], [], 0
         for stream in text.streams.values():
             n_tokens, ends_U = text.n_tokens_of(stream), text.unit_ends(stream)
             sizes.append(run.tokenizer.token_bytes_V[stream.read(1, n_tokens)])
             units.append(n_units + np.searchsorted(ends_U, np.arange(1, n_tokens), side="right"))
             n_units += len(ends_U)
-        found = cls(run, text, np.concatenate(sizes), np.concatenate(units), n_rows)
+        found = cls(run, text, np.concatenate(sizes), np.concatenate(units), n_rows, cache)
         n_scored = int((found.bytes_N > 0).sum())
         if n_scored < least_tokens or len(np.unique(found.unit_N[found.bytes_N > 0])) < 2:
             raise UsageError(
@@ -110,7 +114,7 @@ class Passage:
 
     def uniform(self, loops: Sequence[int], tell: Tell = untold) -> np.ndarray:
         """Nats of each token where all run one depth, ``[L, N]``, for increasing depths."""
-        reading = self.run.reading(None, None)
+        reading = self.run.reading(None, None, self.cache)
         parts = [
             part.nats_LN
             for stream in self.text.streams.values()
@@ -143,11 +147,13 @@ class Passage:
             n = stop - start
             inputs_BT, target_N = rows_between(stream, start, stop, seq_len, device)
             with torch.no_grad(), autocast(device, self.run.dtype):
-                found = replay(model, inputs_BT, test, scores=scores)
+                # Of the columns of a row that is padded, the text's part is what counts as read.
+                part = n / inputs_BT.size(1)
+                how = {"scores": scores, "cache": self.cache, "tell": lambda k, part=part: tell(k * part)}
+                found = replay(model, inputs_BT, test, **how)
                 nats_N = nats(model, found.y_BTD.flatten(0, 1)[:n], target_N)
             of_rule = None if found.scores_BTR is None else found.scores_BTR.flatten(0, 1)[:n].cpu().numpy()
             parts.append(Read(nats_N, found.depths_BT.flatten()[:n].cpu().numpy(), of_rule))
-            tell(n)
         return parts
 
     def loss(self, nats_N: np.ndarray) -> float:

@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
 
+from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy, caches
 from alcoda.model.config import ModelConfig
 from alcoda.model.recurrence.route import Route
 from alcoda.model.shape import Cost, Shape, total
@@ -72,13 +74,18 @@ Mixture = Sequence[tuple[float, TrainingDepth]]
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one model costs at ``loops`` loops and a context of ``seq_len`` tokens."""
+    """What one model costs at ``loops`` loops and a context of ``seq_len`` tokens.
+
+    Attributes:
+        kv_bytes_by_cache: `kv_bytes_per_token` with each decode cache that the model can have, by name.
+    """
 
     loops: int
     seq_len: int
     training_loops: float
     training_grad_loops: float
     terms: tuple[Term, ...]
+    kv_bytes_by_cache: dict[str, int]
     convention: str = CONVENTION
 
     @property
@@ -127,6 +134,7 @@ class Ledger:
             "decode_flops_per_token": self.decode_flops_per_token,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "latent_kv_bytes_per_token": self.latent_kv_bytes_per_token,
+            "kv_bytes_by_cache": self.kv_bytes_by_cache,
             "convention": self.convention,
             "terms": [asdict(term) for term in self.terms],
         }
@@ -137,22 +145,35 @@ def ledger(model: ModelConfig, loops: int | None = None, training: TrainingDepth
     loops = model.check_loops(model.n_loops if loops is None else loops)
     training = training or TrainingDepth(loops, loops)
     mixture = [(1.0, training)] if isinstance(training, TrainingDepth) else training
-    terms = []
-    for part in _parts(model, model.shape):
+    parts, terms = _parts(model, model.shape), []
+    for part in parts:
         terms.append(
             Term(
                 part.name,
                 params=part.cost.params,
                 forward_flops=_whole(part.flops * part.times(model, 0, loops, None) * part.runs_forward),
                 training_flops=_whole(sum(share * _training_flops(model, part, depth) for share, depth in mixture)),
-                kv_bytes=part.cost.kv * part.slots(model, loops) * KV_ITEM_BYTES,
-                latent_kv_bytes=part.cost.latent * part.slots(model, loops) * KV_ITEM_BYTES,
+                kv_bytes=part.cost.kv * part.slots(model, loops, PER_LOOP) * KV_ITEM_BYTES,
+                latent_kv_bytes=part.cost.latent * part.slots(model, loops, PER_LOOP) * KV_ITEM_BYTES,
                 effective_params=part.cost.params * (loops if part.shared else 1),
             )
         )
     mean_loops = sum(share * depth.loops for share, depth in mixture)
     mean_grad_loops = sum(share * depth.grad_loops for share, depth in mixture)
-    return Ledger(loops, model.seq_len, mean_loops, mean_grad_loops, tuple(terms))
+    by_cache = {
+        name: sum(part.cost.kv * part.slots(model, loops, cache) for part in parts) * KV_ITEM_BYTES
+        for name, cache in caches().items()
+        if _can_have(model, cache)
+    }
+    return Ledger(loops, model.seq_len, mean_loops, mean_grad_loops, tuple(terms), by_cache)
+
+
+def _can_have(model: ModelConfig, cache: CachePolicy) -> bool:
+    try:
+        cache.check(model)
+    except UsageError:
+        return False
+    return True
 
 
 def readout_flops(model: ModelConfig) -> int:
@@ -213,9 +234,9 @@ class Part:
         first, last = (min(loop, model.n_loops) for loop in (first, last))  # no loop of a route lies beyond
         return sums[last] - sums[first]
 
-    def slots(self, model: ModelConfig, loops: int) -> int:
+    def slots(self, model: ModelConfig, loops: int, cache: CachePolicy) -> int:
         """Keys kept a token, at ``loops`` loops."""
-        return model.keys.n_slots(loops) if self.in_loop else 1
+        return cache.n_slots(model.keys.n_slots(loops)) if self.in_loop else 1
 
 
 @lru_cache(maxsize=64)

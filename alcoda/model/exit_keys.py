@@ -1,7 +1,8 @@
 """Keys of tokens that have left the loop (docs/design, section 3): those of their last loop stand for all deeper ones.
 
 Whoever drives the loops sets ``active_BT`` before each and leaves the rest to the store. A whole text at once needs one
-slot a layer (`LastKeys`); decoding keeps a slot a loop and fills the deeper ones with copies (`CopiedKeys`).
+slot a layer (`LastKeys`); decoding keeps a slot a loop and fills the deeper ones with copies (`CopiedKeys`), or, token
+by token, one slot for all loops (`LastLoopKeys`, `MeanKeys`: `alcoda.model.cache_policy`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from alcoda.model.keys import CORE, Keys, KeyStore, Slot, View
+from alcoda.model.precision import at_least_fp32
 
 CODA = "coda"
 
@@ -121,6 +123,81 @@ class CopiedKeys(KeyStore):
         k_BGSK, v_BGSK = self.slots[slot]
         here = slice(self._start, self.n_tokens)
         return k_BGSK[:, :, here], v_BGSK[:, :, here]
+
+
+class LastLoopKeys(CopiedKeys):
+    """Keys for decoding token by token, one slot a core layer: a loop writes over what the one before it wrote, so that
+    a token in the loop reads its own keys of this loop and of earlier tokens those of their last.
+
+    Args:
+        n_slots: as of `CopiedKeys`; the core's do not count.
+    """
+
+    def __init__(self, n_slots: dict[str, int], capacity_tokens: int = 256) -> None:
+        super().__init__({stage: n for stage, n in n_slots.items() if stage != CORE}, capacity_tokens)
+
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> View:
+        """As `KeyStore.open`; ValueError for more than one token a row, of which the second would read what the first
+        has not left yet."""
+        if n_tokens != 1:
+            raise ValueError(
+                f"a pass of {n_tokens} tokens a row into a cache of one slot for all loops: each token must have left "
+                "the loop before the next enters it; run them one by one, or decode with cache per_loop"
+            )
+        return super().open(n_tokens, n_loops, pos_BT, live_BT, device)
+
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+        """As `KeyStore.write`, whatever the loop of a slot of the core."""
+        stage, layer, _ = slot
+        if stage != CORE:
+            return super().write(slot, k_BGTK, v_BGTK)
+        shared, keys = (CORE, layer, 0), (k_BGTK, v_BGTK)
+        if self.active_BT is not None and self._written.get(shared, 0) == self.n_tokens:
+            keys = kept(self.active_BT, keys, self._of_pass(shared))
+        held = self.held(shared, k_BGTK, v_BGTK)
+        for there, x in zip(self._of_pass(shared), keys, strict=True):
+            there.copy_(x)
+        return held
+
+
+class MeanKeys(LastLoopKeys):
+    """As `LastLoopKeys`, but what a token leaves is the mean over the loops that it ran, of keys and of values.
+
+    Sums are kept in fp32 at least, and only of the token that is in the loop; the mean is put in its place when the
+    next token comes.
+    """
+
+    def __init__(self, n_slots: dict[str, int], capacity_tokens: int = 256) -> None:
+        super().__init__(n_slots, capacity_tokens)
+        self._sums: dict[Slot, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> View:
+        """As `LastLoopKeys.open`."""
+        for shared, (k_BG1K, v_BG1K, n_B111) in self._sums.items():
+            for there, x in zip(self._of_pass(shared), (k_BG1K, v_BG1K), strict=True):
+                there.copy_(x / n_B111)
+        self._sums = {}
+        return super().open(n_tokens, n_loops, pos_BT, live_BT, device)
+
+    def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
+        """As `LastLoopKeys.write`."""
+        if slot[0] == CORE:
+            shared = (CORE, slot[1], 0)
+            k_BG1K, v_BG1K = at_least_fp32(k_BGTK), at_least_fp32(v_BGTK)
+            here = k_BG1K, v_BG1K, torch.ones_like(k_BG1K[:, :1, :, :1])
+            if shared in self._sums:
+                out = None if self.active_BT is None else ~self.active_BT[:, None, :, None]
+                k_BG1K, v_BG1K, n_B111 = (
+                    before + (x if out is None else x.masked_fill(out, 0))
+                    for before, x in zip(self._sums[shared], here, strict=True)
+                )
+                here = k_BG1K, v_BG1K, n_B111
+            self._sums[shared] = here
+        return super().write(slot, k_BGTK, v_BGTK)
 
 
 def kept(active_BT: Tensor, new: Keys, before: Keys) -> Keys:

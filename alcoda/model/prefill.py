@@ -15,8 +15,9 @@ from torch import Tensor
 
 from alcoda.config import Choice, PositiveFloat, PositiveInt
 from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.gather import tokens_at
-from alcoda.model.keys import KeyStore, Store
+from alcoda.model.keys import Store
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.rewrite import Again, replaced, some_of
 from alcoda.model.state import Readout
@@ -115,18 +116,20 @@ Tell = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of a text are read, where the model has a memory.
+    """How the rows of a text are read, where the model has a memory, or a cache that one pass cannot fill.
 
     Attributes:
         prefill: how the memories of a chunk are found.
-        chunk_tokens: length of a chunk; None: all that ``prefill`` reads is one.
+        chunk_tokens: length of a chunk; None: all that ``prefill`` reads is one (without a memory: whole rows).
         prompt_tokens: of each row ``prefill`` reads so many, and the rest is read token by token, as decoding would;
             None: it reads all of them.
+        cache: what each token leaves in the cache.
     """
 
     prefill: Prefill
     chunk_tokens: int | None = None
     prompt_tokens: int | None = None
+    cache: CachePolicy = PER_LOOP
 
     def __post_init__(self) -> None:
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
@@ -153,14 +156,14 @@ def read_rows(
     """What the head reads at every token of whole rows, ``y_BTD``, at each of the increasing depths ``loops``.
 
     Args:
-        reading: how rows are read where the model has a memory; None: exactly. Memories of one depth are not those of
-            another, so each depth is then a run of its own.
+        reading: how rows are read; None: exactly, with a slot of the cache a loop. Memories of one depth are not those
+            of another, nor is what one slot for all loops holds, so each depth is then a run of its own.
         tell: is told of progress.
         n_text: of the tokens, row after row, so many are text, and what fills the last row up is not waited for; None:
             all.
     """
-    n_tokens = ids_BT.size(1)
-    if not model.config.memory.carries:
+    n_tokens, how = ids_BT.size(1), reading or Reading(ExactPrefill())
+    if not model.config.memory.carries and how.cache.is_parallel and how.chunk_tokens is None:
         for readout in model.readouts(ids_BT, loops):
             yield readout.y_BTD
             tell(n_tokens / len(loops))
@@ -169,8 +172,8 @@ def read_rows(
     if n_text is not None and n_text < ids_BT.numel():
         text_BT = (torch.arange(ids_BT.numel(), device=ids_BT.device) < n_text).view_as(ids_BT)
     for n_loops in loops:
-        reader, parts = Reader(model, n_loops, n_tokens), []
-        for tokens, prefill in (reading or Reading(ExactPrefill())).chunks(n_tokens):
+        reader, parts = Reader(model, n_loops, n_tokens, how.cache), []
+        for tokens, prefill in how.chunks(n_tokens):
             text = None if text_BT is None else text_BT[:, tokens]
             parts.append(reader.read(ids_BT[:, tokens], prefill, text_BT=text))
             tell((tokens.stop - tokens.start) / len(loops))
@@ -182,13 +185,36 @@ class Reader:
 
     Args:
         capacity_tokens: room made at first.
+        cache: what a token leaves in the cache; UsageError where the model cannot have it.
+        n_slots: as of `CopiedKeys`.
     """
 
-    def __init__(self, model: RecurrentLM, n_loops: int, capacity_tokens: int = 256) -> None:
-        self.model, self.n_loops = model, n_loops
-        self.store = KeyStore(capacity_tokens)
+    def __init__(
+        self,
+        model: RecurrentLM,
+        n_loops: int,
+        capacity_tokens: int = 256,
+        cache: CachePolicy = PER_LOOP,
+        n_slots: dict[str, int] | None = None,
+    ) -> None:
+        cache.check(model.config)
+        self.model, self.n_loops, self.cache = model, n_loops, cache
+        self.store = cache.store(n_slots or {}, capacity_tokens)
         self.carried_BLD: Tensor | None = None
         """What the last tokens of each row have become, as many as a memory reads; None before the first chunk."""
+
+    def check_prefill(self, prefill: Prefill | None) -> None:
+        """UsageError where a text cannot be read so."""
+        if prefill is not None and not prefill.is_exact and self.model.config.memory.carries:
+            self._check_prefill(prefill)
+
+    def _check_prefill(self, prefill: Prefill) -> None:
+        """`check_prefill` of one that is not exact, where the model has a memory."""
+        if not self.cache.is_parallel:
+            raise UsageError(
+                f"prefill {prefill.kind!r} with cache {self.cache.kind!r}: it is filled token by token; leave prefill "
+                "out, or set it to exact"
+            )
 
     def read(
         self,
@@ -205,8 +231,10 @@ class Reader:
             pos_BT, live_BT: as `RecurrentLM.readouts`. The live tokens of a row are in order.
             text_BT: False for tokens behind a row's text, whose own change is not waited for; None: as ``live_BT``.
         """
+        self.check_prefill(prefill)
         if not self.model.config.memory.carries:
-            return self.run(ids_BT, self.store, None, pos_BT, live_BT).y_BTD
+            parts = [(ids_BT, pos_BT, live_BT)] if self.cache.is_parallel else columns(ids_BT, pos_BT, live_BT)
+            return torch.cat([self.run(ids, self.store, None, pos, live).y_BTD for ids, pos, live in parts], 1)
         if self.carried_BLD is None:
             weight = self.model.embed.weight
             self.carried_BLD = weight.new_zeros(ids_BT.size(0), self.model.memory.n_carried, weight.size(1))
@@ -259,11 +287,7 @@ class Chunk:
     def token_by_token(self) -> None:
         """Each with the memory of those before it."""
         parts, carried_BLD = [], self.carried_BLD
-        for column in range(self.n_tokens):
-            ids_B1, pos_B1, live_B1 = (
-                None if x is None else x[:, column : column + 1] for x in (self.ids_BT, self.pos_BT, self.live_BT)
-            )
-            assert ids_B1 is not None
+        for ids_B1, pos_B1, live_B1 in columns(self.ids_BT, self.pos_BT, self.live_BT):
             memory_B1D = self._recall(torch.cat([carried_BLD, carried_BLD[:, :1]], 1))
             part = self.reader.run(ids_B1, self.reader.store, memory_B1D, pos_B1, live_B1)
             assert part.source_BTD is not None
@@ -338,6 +362,15 @@ class Chunk:
         """What the last live tokens have become, of those carried and those here."""
         both_BTD, _ = _in_order(carried_BLD, sources_BTD, live_BT)
         return both_BTD[:, both_BTD.size(1) - carried_BLD.size(1) :]
+
+
+def columns(
+    ids_BT: Tensor, pos_BT: Tensor | None, live_BT: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The tokens of each place in the rows, with their positions and liveness, one place after the other."""
+    for t in range(ids_BT.size(1)):
+        at = slice(t, t + 1)
+        yield ids_BT[:, at], None if pos_BT is None else pos_BT[:, at], None if live_BT is None else live_BT[:, at]
 
 
 def _in_order(carried_BLD: Tensor, sources_BTD: Tensor, live_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import frontier, inside, lab, prefills, record, results
+from alcoda.report import caches, frontier, inside, lab, prefills, record, results
 from alcoda.report.export import check_forms, collecting, write_parts
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
@@ -19,6 +19,7 @@ _PARTS = {
     "depth": "Depth",
     "exits": "Exits",
     "prefill": "Prefill",
+    "cache": "Decode cache",
     "loops": "Loops",
     "lab": "Convergence",
     "cost": "Cost",
@@ -72,6 +73,7 @@ def render(runs: Sequence[Run]) -> str:
         "lab": any(run.lab for run in runs),
         "loops": any(run.inside for run in runs),
         "prefill": any(run.prefills for run in runs),
+        "cache": any(run.caches for run in runs),
     }
     parts = {key: name for key, name in _PARTS.items() if there.get(key, True)}
     links = "\n".join(f'<a href="#{key}">{name}</a>' for key, name in parts.items())
@@ -82,6 +84,7 @@ def render(runs: Sequence[Run]) -> str:
         results.depth(runs),
         *([frontier.exits(runs)] if there["exits"] else []),
         *([prefills.prefill(runs)] if there["prefill"] else []),
+        *([caches.cache(runs)] if there["cache"] else []),
         *([inside.loops(runs)] if there["loops"] else []),
         *([lab.lab(runs)] if there["lab"] else []),
         results.cost(runs),

@@ -25,7 +25,7 @@ _ABOUT = (
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits per byte with their 95% interval, and their gap to exact prefill (None: this is it)."""
+    """Bits per byte with their 95% interval, and their gap to the first way to read (None: this is it)."""
 
     bits_per_byte: float
     low: float
@@ -77,9 +77,9 @@ def read_prefills(path: Path) -> Prefills | None:
         note=data.text("note"),
         by_prefill=tuple(
             Prefill(
-                words=_words(one.text("name", "?"), one.child("prefill")),
-                whole=_bits(one.child("whole")),
-                continuation=_bits(one.child("continuation")),
+                words=choice_words(one.text("name", "?"), one.child("prefill")),
+                whole=read_bits(one.child("whole")),
+                continuation=read_bits(one.child("continuation")),
                 read_s=one.number("read_s"),
                 tokens_per_s=one.number("tokens_per_s"),
             )
@@ -88,12 +88,14 @@ def read_prefills(path: Path) -> Prefills | None:
     )
 
 
-def _words(name: str, fields: Fields) -> str:
+def choice_words(name: str, fields: Fields) -> str:
+    """A choice by its name, with its numbers."""
     rest = ", ".join(f"{key} {value}" for key, value in fields.plain().items() if key != "kind")
     return f"{name} ({rest})" if rest else name
 
 
-def _bits(data: Fields) -> Bits:
+def read_bits(data: Fields) -> Bits:
+    """Of one way to read, with the gap to the first."""
     gap = (data.maybe_number(key) for key in ("gap", "gap_low", "gap_high"))
     return Bits(*(data.number(key) for key in ("bits_per_byte", "low", "high")), *gap)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from alcoda.errors import RunError, UsageError
+from alcoda.report.caches import Caches, read_caches
 from alcoda.report.fields import Fields, load, objects
 from alcoda.report.frontier import Frontier, read_frontier
 from alcoda.report.lab import Lab, read_lab
@@ -150,6 +151,7 @@ class Run:
     inside: tuple[LoopPoint, ...]
     evaluation: Evaluation | None
     prefills: Prefills | None
+    caches: Caches | None
     frontier: Frontier | None
     lab: Lab | None
     samples: tuple[Sample, ...]
@@ -233,6 +235,7 @@ def read_run(folder: Path) -> Run:
         inside=_inside([line for line in lines if line.text("type") == "diagnostics"]),
         evaluation=_evaluation(folder / "eval.json"),
         prefills=read_prefills(folder / "prefills.json"),
+        caches=read_caches(folder / "caches.json"),
         frontier=read_frontier(folder / "frontier.json"),
         lab=read_lab(folder / "lab/lab.json"),
         samples=_samples(folder / "samples.json"),

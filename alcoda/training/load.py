@@ -16,6 +16,7 @@ from alcoda.depth.tiers import Tiers, command, unknown
 from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.files import sha256
+from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import hold_in
 from alcoda.model.prefill import Prefill, Reading, prefills
@@ -69,13 +70,24 @@ class LoadedRun:
             )
         return found.resolve(self.recipe.passes.prefill_subsets())
 
-    def reading(self, prefill: Prefill | str | None, chunk_tokens: int | None) -> Reading | None:
-        """How text is read to be scored, exactly where nothing is named; None where the model has no memory.
+    def reading(
+        self, prefill: Prefill | str | None, chunk_tokens: int | None, cache: CachePolicy | str | None = None
+    ) -> Reading | None:
+        """How text is read to be scored, exactly and with cache `per_loop` where nothing is named; None where one pass
+        over whole rows does it.
 
         Raises:
-            UsageError: as `prefill`; a chunk of no tokens, or chunks named for a model without memory.
+            UsageError: as `prefill` and `pick_cache`; a chunk of no tokens, or chunks named where they change nothing.
         """
-        found = Reading(self.prefill(prefill, "exact"), chunk_tokens)
+        keeps = pick_cache(cache, self.recipe.model)
+        found = Reading(self.prefill(prefill, "exact"), chunk_tokens, cache=keeps)
+        if not keeps.is_parallel:
+            if chunk_tokens is not None or not found.prefill.is_exact:
+                raise UsageError(
+                    f"cache {keeps.kind!r} with a prefill or chunks: it is filled token by token, which is exact "
+                    "prefill; leave prefill and chunk out"
+                )
+            return found
         if self.recipe.model.memory.carries:
             return found
         if chunk_tokens is not None:

@@ -6,6 +6,7 @@ metrics.jsonl      a line a logged step, a line a validation
 tokenizer.json
 checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
 eval.json, samples.json, report.html        (by alcoda report)
+caches.json        (by alcoda eval --cache all)
 prefills.json      (by alcoda eval --prefill all)
 probe.safetensors  (by alcoda probe)
 exits.json         (by alcoda calibrate)
@@ -54,6 +55,7 @@ text itself is compared)."""
 
 
 RUN_FILES = (
+    "caches.json",
     "checkpoints",
     "eval.json",
     "exits.json",
@@ -95,6 +97,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.eval_json = self.path / "eval.json"
         self.samples_json = self.path / "samples.json"
+        self.caches_json = self.path / "caches.json"
         self.prefills_json = self.path / "prefills.json"
         self.probe = self.path / "probe.safetensors"
         self.exits_json = self.path / "exits.json"

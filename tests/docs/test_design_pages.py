@@ -14,6 +14,7 @@ from alcoda.config import Choice, validate
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.sample import Depth
 from alcoda.model.blocks import BlockConfig
+from alcoda.model.cache_policy import CachePolicy
 from alcoda.model.config import ModelConfig
 from alcoda.model.prefill import Prefill
 from alcoda.training.objective import Objective
@@ -37,6 +38,7 @@ def axes() -> dict[str, type[Choice]]:
         "prefill": Prefill,
         "parallel": Parallel,
         "exit": ExitRule,
+        "cache": CachePolicy,
     }
     for config in (ModelConfig, BlockConfig):
         for name, field in config.model_fields.items():
@@ -150,7 +152,7 @@ def test_rows_are_the_recipes() -> None:
 
 def test_every_axis_is_a_column() -> None:
     columns = {axis for row in architectures() for axis in row}
-    no_part_of_a_design = {"parallel", "exit"}
+    no_part_of_a_design = {"parallel", "exit", "cache"}
     assert columns == {"design", "papers.md", "recipe", "sandwich", *axes()} - no_part_of_a_design
 
 

@@ -83,6 +83,7 @@ def test_every_recipe_keeps_every_law(path: Path) -> None:
         declared |= of_exits
     elif recipe.model.keys.own_keys:
         declared.add("frozen_keys")
+        declared |= {"one_slot", "one_slot_is_slots", "one_slot_in_batches"} if recipe.model.route.gathers else set()
     if recipe.model.route.gathers:
         declared |= {"forward_flops", "training_flops", "no_leak_in_training", "bf16"}
     silent -= set() if recipe.model.memory.carries else of_memory

@@ -254,6 +254,29 @@ def add_prefills(folder: Path, **changed: Any) -> Path:
     return folder
 
 
+def add_caches(folder: Path, **changed: Any) -> Path:
+    """What ``alcoda eval --cache all`` leaves in a run folder."""
+
+    def of(name: str, gap: float | None, kept: int) -> dict[str, Any]:
+        value = 1.7 + (gap or 0)
+        ends = {"gap_low": None, "gap_high": None} if gap is None else {"gap_low": gap - 1e-3, "gap_high": gap + 1e-3}
+        bits = {"bits_per_byte": value, "low": value - 0.02, "high": value + 0.02, "gap": gap, **ends}
+        times = {"bytes_per_token": kept, "read_s": 15.0, "s_per_token": 0.00075}
+        return {"name": name, "cache": {"kind": name}, "loss": 2.5 + (gap or 0), "bits": bits, **times}
+
+    found = {
+        "data": "valid",
+        "train_step": json.loads((folder / "eval.json").read_text())["train_step"],
+        "loops": 8,
+        "batch_size": 64,
+        "n_tokens": 20_000,
+        "note": None,
+        "by_cache": [of("per_loop", None, 6912), of("mean", 0.012, 1536), of("last", 0.25, 1536)],
+    }
+    (folder / "caches.json").write_text(json.dumps(found | changed))
+    return folder
+
+
 def add_frontier(folder: Path, **changed: Any) -> Path:
     """What ``alcoda frontier`` leaves in a run folder."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import alcoda
-from alcoda.cli import parse_loops
 from alcoda.errors import UsageError
+from alcoda.options import parse_loops
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

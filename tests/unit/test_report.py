@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import HOSTILE, add_frontier, add_prefills, make_run
+from fake_run import HOSTILE, add_caches, add_frontier, add_prefills, make_run
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.curves import loss_figure, smooth, thin
@@ -96,7 +96,7 @@ def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
         return f'<svg role="img" aria-label="{esc(label)}"></svg>'
 
     monkeypatch.setattr("alcoda.report.curves.draw", blank)
-    for module in ("figures", "frontier", "positions", "prefills"):
+    for module in ("caches", "figures", "frontier", "positions", "prefills"):
         monkeypatch.setattr(f"alcoda.report.{module}.draw", blank)
 
 
@@ -223,6 +223,23 @@ def test_prefills_are_shown_where_they_were_measured(run: Path, tmp_path: Path) 
     assert "Measured at train step 7, the evaluation at 20" in words
     assert "read 16 tokens at a time" in words and "Of part of it." in words
     edit(folder, "prefills.json", by_prefill=[])
+    report(tmp_path, folder)
+
+
+def test_caches_are_shown_where_they_were_measured(run: Path, tmp_path: Path) -> None:
+    folder = add_caches(make_run(tmp_path / "caches", name="cached", steps=20))
+    _, page = report(tmp_path, folder, run)
+    words = " ".join(" ".join(page.text).split())
+    assert "cache" in [attrs["id"] for attrs in page.all("section")] and {"href": "#cache"} in page.all("a")
+    (label,) = [str(svg["aria-label"]) for svg in page.all("svg") if "a slot a loop" in str(svg["aria-label"])]
+    assert "cached. mean: 0.0120; last: 0.2500." in label
+    for said in ("0.0110 to 0.0130", "1.536 kB", "0.75", "Milliseconds per token, 64 rows at a time", "at 8 loops"):
+        assert said in words, said
+    assert "Measured at train step" not in words
+    edit(folder, "caches.json", train_step=7, note="Of part of it.")
+    words = "".join(report(tmp_path, folder)[1].text)
+    assert "Measured at train step 7, the evaluation at 20" in words and "Of part of it." in words
+    edit(folder, "caches.json", by_cache=[])
     report(tmp_path, folder)
 
 
@@ -399,6 +416,8 @@ def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
         ),
         ("frontier.json", '{"train_step": 1}', r"frontier\.json: n_loops is missing"),
         ("frontier.json", "[]", r"frontier\.json: an object is needed"),
+        ("caches.json", '{"train_step": 1}', r"caches\.json: loops is missing"),
+        ("caches.json", "[]", r"caches\.json: an object is needed"),
         ("prefills.json", '{"train_step": 1}', r"prefills\.json: loops is missing"),
         ("prefills.json", "[]", r"prefills\.json: an object is needed"),
         ("samples.json", "{}", "a list is needed"),
