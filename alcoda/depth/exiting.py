@@ -34,9 +34,9 @@ class Exits(NamedTuple):
         readout_only: no token leaves: all run all loops, and where one would have left, that loop's output is its own.
             An upper bound of quality, not what can be served.
         keep_scores: whether the scores are wanted.
+        cache: what they leave in the core's slots of the cache.
         compact: whether tokens that are out are left out of a loop's work, once they are so many that it pays. Equal
             but for rounding, which then is of what else is in the pass.
-        cache: what they leave in the core's slots of the cache.
     """
 
     test: ExitTest
@@ -44,8 +44,8 @@ class Exits(NamedTuple):
     recompute_keys: bool = False
     readout_only: bool = False
     keep_scores: bool = False
-    compact: bool = False
     cache: CachePolicy = PER_LOOP
+    compact: bool = False
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.config import ModelConfig
 from alcoda.model.exit_keys import CODA
 from alcoda.model.keys import CORE, Keys, RowKeys, RowsView, Slot
@@ -47,20 +48,30 @@ class CacheSize(NamedTuple):
         return self.bytes_per_token * self.n_tokens
 
 
-def slots_of(config: ModelConfig, n_loops: int, coda_per_loop: bool) -> dict[str, tuple[int, int]]:
-    """By stage: layers that keep keys, and loops that have a slot in each.
+def slots_of(
+    config: ModelConfig, n_loops: int, coda_per_loop: bool, policy: CachePolicy = PER_LOOP
+) -> dict[str, tuple[int, int]]:
+    """By stage: layers that keep keys, and slots in each.
 
     Args:
         coda_per_loop: whether some rule looks at logits after every loop.
+        policy: what a token leaves in those of the core.
     """
     layers = {"prelude": config.n_prelude, CORE: config.n_core, CODA: config.n_coda}
-    loops = {"prelude": 1, CORE: config.keys.n_slots(n_loops), CODA: n_loops if coda_per_loop else 1}
+    core = policy.n_slots(config.keys.n_slots(n_loops))
+    loops = {"prelude": 1, CORE: core, CODA: n_loops if coda_per_loop else 1}
     return {stage: (layers[stage], loops[stage]) for stage in STAGES if layers[stage]}
 
 
-def bytes_per_token(config: ModelConfig, n_loops: int, dtype: torch.dtype, coda_per_loop: bool = False) -> int:
-    """Of keys and values in an `Arena`."""
-    n_slots = sum(layers * loops for layers, loops in slots_of(config, n_loops, coda_per_loop).values())
+def bytes_per_token(
+    config: ModelConfig,
+    n_loops: int,
+    dtype: torch.dtype,
+    coda_per_loop: bool = False,
+    policy: CachePolicy = PER_LOOP,
+) -> int:
+    """Of keys and values in an `Arena`; arguments as `slots_of`."""
+    n_slots = sum(layers * loops for layers, loops in slots_of(config, n_loops, coda_per_loop, policy).values())
     return 2 * n_slots * config.block.d_kv(config.shape) * dtype.itemsize
 
 
@@ -70,7 +81,7 @@ class Arena:
     The memory is taken from the system as it is written.
 
     Args:
-        coda_per_loop: as `slots_of`.
+        coda_per_loop, policy: as `slots_of`.
     """
 
     def __init__(
@@ -80,14 +91,15 @@ class Arena:
         n_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        coda_per_loop: bool,
+        coda_per_loop: bool = True,
+        policy: CachePolicy = PER_LOOP,
     ) -> None:
         self.n_tokens, self.n_loops = n_tokens, n_loops
-        self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop), n_tokens)
+        self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop, policy), n_tokens)
         heads, width = config.block.attention.kv_heads(config.shape.n_heads), config.shape.d_head
         self.kv: dict[str, Tensor] = {
             stage: torch.empty(2, layers, loops, heads, n_tokens + 1, width, dtype=dtype, device=device)
-            for stage, (layers, loops) in slots_of(config, n_loops, coda_per_loop).items()
+            for stage, (layers, loops) in slots_of(config, n_loops, coda_per_loop, policy).items()
         }
         """By stage, [keys and values, layer, slot, G, token, K]."""
         self._free = [Span(0, n_tokens)]
@@ -164,6 +176,16 @@ class Arena:
         if copies:
             source_N, target_N, at_N = torch.tensor(copies, device=kv.device).unbind(1)
             kv[:, :, target_N, :, at_N] = kv[:, :, source_N, :, at_N]
+
+    def newest(self, stage: str, places: Sequence[int]) -> Tensor:
+        """Keys and values of some tokens in the only slot of a stage, [N, 2, layer, G, K]."""
+        at_N = torch.tensor(places, device=self.kv[stage].device)
+        return self.kv[stage][:, :, 0, :, at_N].permute(3, 0, 1, 2, 4)
+
+    def replace(self, stage: str, places: Sequence[int], kv_N2LGK: Tensor) -> None:
+        """Put what `newest` gives in its place."""
+        at_N, kv = torch.tensor(places, device=self.kv[stage].device), self.kv[stage]
+        kv[:, :, 0, :, at_N] = kv_N2LGK.permute(1, 2, 3, 0, 4).to(kv.dtype)
 
 
 class RowStore:

@@ -20,6 +20,7 @@ from alcoda.engine.sampling import Drawn, Row, draw
 from alcoda.engine.scheduler import Coda, Core, Piece, Scheduler
 from alcoda.engine.stats import LaunchTime, Stats
 from alcoda.errors import RunError, UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.lm import RecurrentLM
 
 CACHE_TOKENS = 32_768
@@ -42,6 +43,7 @@ class Options:
             None: none.
         deterministic: every launch is filled up to ``width``, so that a completion does not depend on others to the
             bit.
+        cache: what a token leaves in the cache; another than per_loop reads prompts token by token, and drafts nothing.
     """
 
     width: int = 32
@@ -52,12 +54,18 @@ class Options:
     chunk_tokens: int = 256
     draft_loops: int | None = None
     deterministic: bool = False
+    cache: CachePolicy = PER_LOOP
 
     def __post_init__(self) -> None:
         for name in ("width", "places", "cache_tokens", "min_coda", "chunk_tokens", "draft_loops"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: at least 1")
+        if self.draft_loops is not None and not self.cache.is_parallel:
+            raise UsageError(
+                f"draft_loops={self.draft_loops} with cache {self.cache.kind!r}: a token must have left the loop when "
+                "the next one enters it; leave draft_loops out, or set cache to per_loop"
+            )
         if not self.refill and self.draft_loops is not None:
             raise UsageError(
                 f"draft_loops={self.draft_loops} with refill=False: drafts join tokens in the loop; set refill to true"
@@ -87,6 +95,7 @@ class Engine:
     ) -> None:
         n_loops = model.config.n_loops if n_loops is None else model.config.check_loops(n_loops)
         check_serves(model)
+        options.cache.check(model.config)
         if options.draft_loops is not None:
             check_drafts(model)
         self.model, self.options, self.n_loops, self.n_vocab = model, options, n_loops, n_vocab
@@ -96,7 +105,7 @@ class Engine:
         # Every completion has a token or a row of drafts in the loop, and drafts take what room is to spare.
         n_rows = self.places + options.width
         fill = options.deterministic
-        self.runner = Runner(model, n_loops, n_tokens, options.width, fill=fill, dtype=dtype, n_rows=n_rows)
+        self.runner = Runner(model, n_loops, n_tokens, options.width, dtype, fill, n_rows, options.cache)
         self.scheduler = Scheduler(options.width, self._min_coda, self._piece_tokens, options.draft_loops)
         self.running: set[Completion] = set()
         self.stats = Stats()

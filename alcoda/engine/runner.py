@@ -18,6 +18,7 @@ from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.cache import Arena, RowStore, Span
 from alcoda.engine.request import Completion, Item, Step, filler
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA
 from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
 from alcoda.model.lm import RecurrentLM
@@ -64,6 +65,7 @@ class Runner:
         dtype: of the passes.
         fill: whether each launch is filled up to ``width``, so that a row's bits do not depend on the others.
         n_rows: tokens that may be in the loop at one time.
+        policy: what a token leaves in the cache.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class Runner:
         dtype: torch.dtype,
         fill: bool,
         n_rows: int,
+        policy: CachePolicy = PER_LOOP,
     ) -> None:
         self.model, self.n_loops, self.width, self.fill, self.dtype = model, n_loops, width, fill, dtype
         self.device = model.embed.weight.device
         held = dtype if dtype == torch.bfloat16 else model.embed.weight.dtype
-        self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, coda_per_loop=True)
+        self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, policy=policy)
+        self.policy, self.sums = policy, Bank(n_rows + 1)
         self.windows = (None, *model.config.block.windows())
         self.carries = model.config.memory.carries
         # Row 0 is that of rows that only fill a launch.
@@ -102,9 +106,10 @@ class Runner:
         assert completion.span is not None
         test, capacity = completion.request.test, completion.span.stop - completion.span.start
         if test is None:
-            reader = Reader(self.model, completion.n_loops, capacity)
+            reader = Reader(self.model, completion.n_loops, capacity, self.policy)
         else:
-            reader = ExitReader(self.model, Exits(test, pick_coda_keys(test, None), compact=True), capacity)
+            exits = Exits(test, pick_coda_keys(test, None), cache=self.policy, compact=True)
+            reader = ExitReader(self.model, exits, capacity)
         slots = self.arena.slots(completion.span)
         if not self.per_loop_coda(completion):
             # The reader writes the coda's keys at whatever loop it reads out; all are one slot.
@@ -137,6 +142,7 @@ class Runner:
         else:
             completion.prompt_loops += [completion.n_loops] * (stop - start)
         if last:
+            reader.store.settle()
             completion.carried_LD = None if reader.carried_BLD is None else reader.carried_BLD[0]
             completion.reader = None
         return logits_NV
@@ -181,8 +187,24 @@ class Runner:
             n = len(items)
             self.state.put(rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
             leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], loops_W[:n])
+        if self.policy.averages and self.model.config.keys.own_keys:
+            self._average(items, leaves)
         self._copy(items, leaves)
         return leaves
+
+    def _average(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
+        """Add the keys of this loop to those before; a token that leaves leaves their mean."""
+        rows_N = torch.tensor([item.row for item in items], device=self.device)
+        places = [_at(item) for item in items]
+        sum_N = at_least_fp32(self.arena.newest(CORE, places))
+        if any(item.loops for item in items):
+            begun_N = torch.tensor([float(item.loops > 0) for item in items], device=self.device)
+            sum_N = sum_N + self.sums.take(rows_N)[0] * begun_N[:, None, None, None, None].to(sum_N.dtype)
+        self.sums.put(rows_N, [sum_N])
+        out = [i for i, leaves_here in enumerate(leaves) if leaves_here]
+        if out:
+            n_N = torch.tensor([items[i].loops + 1 for i in out], device=self.device)[:, None, None, None, None]
+            self.arena.replace(CORE, [places[i] for i in out], sum_N[out] / n_N)
 
     def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, loops_N: Tensor) -> list[bool]:
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
@@ -215,8 +237,7 @@ class Runner:
 
     def _copy(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
         out = [item for item, leaves_here in zip(items, leaves, strict=True) if leaves_here]
-        slot_loop = self.model.config.keys.slot_loop
-        self.arena.copy_deeper(CORE, [(slot_loop(item.loops), _at(item)) for item in out])
+        self.arena.copy_deeper(CORE, [(self._core_slot(item), _at(item)) for item in out])
         per_loop = [(item.loops, _at(item)) for item in out if self.per_loop_coda(item.completion)]
         self.arena.copy_deeper(CODA, per_loop)
 
@@ -283,15 +304,18 @@ class Runner:
         return [*items, *[self.filler] * (self.width - len(items))] if self.fill else items
 
     def _store(self, items: Sequence[Item], coda_loops: Sequence[int] | None = None) -> RowStore:
-        slot_loop = self.model.config.keys.slot_loop
         slots: dict[str, Sequence[int]] = {}
         if CORE in self.arena.kv:
-            slots[CORE] = [slot_loop(item.loops) for item in items]
+            slots[CORE] = [self._core_slot(item) for item in items]
         if coda_loops is not None and CODA in self.arena.kv:
             per_loop = [item is not self.filler and self.per_loop_coda(item.completion) for item in items]
             slots[CODA] = [loop if by_loop else 0 for loop, by_loop in zip(coda_loops, per_loop, strict=True)]
         spans = [self._span(item) for item in items]
         return RowStore(self.arena, spans, [item.position for item in items], slots)
+
+    def _core_slot(self, item: Item) -> int:
+        """Of the loop that a token runs next."""
+        return self.model.config.keys.slot_loop(item.loops) if self.policy.is_parallel else 0
 
     def _span(self, item: Item) -> Span:
         return self.arena.filling if item is self.filler else _span(item)

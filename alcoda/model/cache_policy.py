@@ -20,6 +20,8 @@ class CachePolicy(Choice, axis="cache"):
     is_parallel: ClassVar[bool] = False
     """Whether a pass may hold several tokens of a row: a text can be read at once, and an engine may let a token into
     the loop before the one ahead of it has left."""
+    averages: ClassVar[bool] = False
+    """Whether what a token leaves is a mean, so that sums are kept of those in the loop."""
 
     def n_slots(self, n_loops: int) -> int:
         """Slots of each core layer, where the model fills ``n_loops`` of them."""
@@ -68,6 +70,7 @@ class MeanCache(CachePolicy):
     """The mean over the loops that the token ran, of keys and of values (GRT, papers.md 1.4 and 5.3)."""
 
     kind: Literal["mean"] = "mean"
+    averages: ClassVar[bool] = True
 
     def store(self, n_slots: dict[str, int], capacity_tokens: int) -> CopiedKeys:
         return MeanKeys(n_slots, capacity_tokens)

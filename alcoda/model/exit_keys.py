@@ -100,6 +100,9 @@ class CopiedKeys(KeyStore):
             there.copy_(x)
         return held
 
+    def settle(self) -> None:
+        """What is still kept of the newest tokens alone is put in its place."""
+
     def leave(self, loop: int, leaves_BT: Tensor) -> None:
         """Tokens of the open pass leave after ``loop`` (from 0): their keys of it are copied into all deeper slots."""
         if not bool(leaves_BT.any()):
@@ -177,11 +180,15 @@ class MeanKeys(LastLoopKeys):
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
     ) -> View:
         """As `LastLoopKeys.open`."""
+        self.settle()
+        return super().open(n_tokens, n_loops, pos_BT, live_BT, device)
+
+    def settle(self) -> None:
+        """As `CopiedKeys.settle`."""
         for shared, (k_BG1K, v_BG1K, n_B111) in self._sums.items():
             for there, x in zip(self._of_pass(shared), (k_BG1K, v_BG1K), strict=True):
                 there.copy_(x / n_B111)
         self._sums = {}
-        return super().open(n_tokens, n_loops, pos_BT, live_BT, device)
 
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> Keys:
         """As `LastLoopKeys.write`."""
