@@ -134,29 +134,42 @@ def generate(
         ),
     ] = None,
     cache: Cache = None,
+    wavefront: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft the next token after so many loops and check it where this one leaves: the same text, sooner.",
+            metavar="LOOPS",
+            min=1,
+        ),
+    ] = None,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, streaming."""
     from alcoda import api
+    from alcoda.engine.engine import Options
 
     lm = api.load(run, checkpoint)
-    depths: list[Any] = []
-    draw: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    draw |= {"repetition_penalty": repetition_penalty, "stop": stop}
-    how: Any = {"prefill": prefill, "exit": leave, "depths": depths, "cache": cache}
-    pieces = lm.stream(prompt, loops=loops, max_tokens=max_tokens, **how, **draw)
+    how: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    how |= {"repetition_penalty": repetition_penalty, "stop": stop, "prefill": prefill, "cache": cache}
+    how |= {"loops": loops, "max_tokens": max_tokens, "exit": leave, "engine": None}
+    if wavefront is not None:
+        how |= {"engine": Options(draft_loops=wavefront)}
     if as_json:
-        text = "".join(pieces)
-        found = {"prompt": prompt, "text": text, "loops": loops or lm.n_loops, "temperature": temperature, "seed": seed}
+        one = lm.generate(prompt, details=True, **how)
+        found = {"prompt": prompt, "text": one.text, "loops": loops or lm.n_loops}
+        found |= {"temperature": temperature, "seed": seed, "finish": one.finish}
         if cache is not None:
             found |= {"cache": cache}
         if leave is not None:
-            ran = [n for depths_BT in depths for n in depths_BT[0].tolist()]
+            ran = [*one.prompt_loops, *(token.loops for token in one.tokens[1:])]
             found |= {"exit": leave, "mean_loops": sum(ran) / len(ran)}
-        print_json(found)
+        if one.error is not None:
+            raise RunError(one.error)
+        print_json(found | {"engine": lm.stats} if lm.stats else found)
         return
+    pieces = lm.stream(prompt, **how)
     sys.stdout.write(prompt)
     for piece in pieces:
         sys.stdout.write(piece)

@@ -121,15 +121,16 @@ def show_shipped(console: Console) -> dict[str, Any]:
     Returns:
         ``name``, ``exit``, ``mean_loops`` and ``tokens_per_s`` of the passage, ``sufficient_loops`` of the frontier.
     """
-    say, lm, depths = console.print, api.load(SHOWN), []
+    say, lm = console.print, api.load(SHOWN)
     say(
         f"[bold]{SHOWN}[/], which comes with alcoda: {sum(p.numel() for p in lm.model.parameters()):,} parameters, "
         f"at most {lm.n_loops} loops a token; --exit {TIER}: a token leaves the loop when its state has settled"
     )
     began = time.perf_counter()
     written, ran = Text(PROMPT), []
-    for piece in lm.stream(PROMPT, exit=TIER, max_tokens=100, temperature=0.7, depths=depths):
-        ran.append(int(depths[-1][0, -1]))
+    pieces = lm.stream(PROMPT, exit=TIER, max_tokens=100, temperature=0.7)
+    for piece in pieces:
+        ran.append(pieces.completion.tokens[-1].loops)
         written.append(piece, style=f"white on {_shade(ran[-1], lm.n_loops)}")
     seconds = time.perf_counter() - began
     say(written)

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alcoda.config import validate
-from alcoda.depth.rules import ExitRule
+from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.trajectory import NUMBERS, trace
 from alcoda.depth.watch import ExitTest
-from alcoda.engine.decode import decode
+from alcoda.engine.alone import Alone
+from alcoda.engine.engine import CACHE_TOKENS, Engine, Options, refuses
+from alcoda.engine.generated import Generated, Pieces, Texts
+from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
-from alcoda.engine.text import TextStream, check_stop
-from alcoda.errors import UsageError
+from alcoda.engine.text import check_stop
+from alcoda.errors import RunError, UsageError
 from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.prefill import Prefill, read_rows
 from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun, load_run
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
+
+
+WIDTH = 32
+"""Tokens of a launch, at most, where nothing is said."""
+
+
+class PromptError(UsageError):
+    """A prompt that does not fit: of many, the others may."""
 
 
 class LM:
@@ -38,6 +51,9 @@ class LM:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.recipe = loaded.recipe
+        self.stats: dict[str, Any] | None = None
+        """What the engine did at the last `generate`: tokens/s, mean loops, launches, drafts."""
+        self._tests: dict[Any, ExitTest] = {}
 
     @property
     def n_loops(self) -> int:
@@ -119,11 +135,105 @@ class LM:
         rows_BT = ids_BT.to(self.model.embed.weight.device)
         return (rows_BT[None], True) if ids_BT.dim() == 1 else (rows_BT, False)
 
-    def generate(self, prompt: str, **kwargs: object) -> str:
-        """The text that follows ``prompt``; arguments as `stream`."""
-        return "".join(self.stream(prompt, **kwargs))  # pyrefly: ignore
+    def generate(self, prompt: Any, *, details: bool = False, engine: Options | None = None, **how: Any) -> Any:
+        """What follows a prompt, or each of a list of them: all at one time, each token at its own loop.
 
-    def stream(
+        >>> lm.generate(["Once upon a time", "It was"], exit="balanced", max_tokens=64)
+        >>> one = lm.generate("Once upon a time", trace=True)
+        >>> one.text, one.mean_loops, one.tokens[0].steps
+
+        Args:
+            prompt: text, or a list of texts.
+            details: for `Generated` objects in place of texts: tokens, the loops of each, why it ended. In a list one
+                that failed has its ``error``, and the others are whole. Also where ``trace`` or ``logprobs`` is asked.
+            engine: how it works (`alcoda.engine.engine.Options`): width, wavefront, deterministic.
+            how: as `request`; ``n`` completions of each prompt come one after the other.
+
+        Returns:
+            A text (list of them for a list of prompts, or for ``n``), or `Generated`.
+
+        Raises:
+            UsageError: an argument that cannot be; of one prompt alone, that it does not fit.
+            RunError: without ``details``, where one failed: which, and why.
+        """
+        one = isinstance(prompt, str)
+        prompts = [prompt] if one else list(prompt)
+        details = details or bool(how.get("trace")) or how.get("logprobs") is not None
+        requests: list[Request | str] = []
+        for text in prompts:
+            try:
+                requests.append(self.request(text, **how))
+            except PromptError as error:
+                if one:
+                    raise
+                requests.append(str(error))
+        found = self._run(prompts, requests, engine)
+        failed = [(i, x.error) for i, x in enumerate(found) if x.error is not None]
+        if failed and not details:
+            i, error = failed[0]
+            raise RunError(error if one else f"prompt {i}: {error} (details=True gives the others)")
+        told = found if details else [x.text for x in found]
+        return told[0] if one and len(told) == 1 else told
+
+    def _run(
+        self, prompts: Sequence[str], requests: Sequence[Request | str], options: Options | None
+    ) -> list[Generated]:
+        asked = [request for request in requests if isinstance(request, Request)]
+        if not asked:
+            return [Generated(p, "", (), "error", str(why)) for p, why in zip(prompts, requests, strict=True)]
+        engine = self.engine(asked, options)
+        completions = {request: engine.submit(request) for request in asked}
+        for _ in engine.steps():
+            pass
+        if isinstance(engine, Engine):
+            self.stats = engine.stats.report(self.model.config, engine.n_loops)
+        found: list[Generated] = []
+        for prompt, request in zip(prompts, requests, strict=True):
+            if isinstance(request, str):
+                found.append(Generated(prompt, "", (), "error", request))
+                continue
+            texts = request.halt
+            assert isinstance(texts, Texts)
+            found += [Generated.of(completion, prompt, texts) for completion in completions[request]]
+        return found
+
+    def engine(self, requests: Sequence[Request], options: Options | None = None) -> Engine | Alone:
+        """An engine with room for these requests (`alcoda.engine.engine.Engine`); `Alone` where it cannot serve them.
+
+        Args:
+            options: its cache is that of the requests; a ``cache_tokens`` that is not set is made to fit.
+        """
+        n_completions = sum(request.n for request in requests)
+        options = Options(width=min(max(n_completions, 1), WIDTH)) if options is None else options
+        options = replace(options, cache=requests[0].cache)
+        how: Any = {"dtype": self.loaded.dtype, "n_vocab": self.tokenizer.vocab_size}
+        if refuses(self.model):
+            return Alone(self.model, options, **how)
+        if options.cache_tokens is None:
+            needs = [len(request.prompt) + request.max_tokens for request in requests for _ in range(request.n)]
+            places = sum(sorted(needs, reverse=True)[: options.places or options.width])
+            options = replace(options, cache_tokens=max(min(places, CACHE_TOKENS), *needs))
+        loops = [request.loops or (request.test.n_loops if request.test else self.n_loops) for request in requests]
+        return Engine(self.model, options, n_loops=max(loops), **how)
+
+    def stream(self, prompt: str, *, engine: Options | None = None, **how: Any) -> Pieces:
+        """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters; arguments as
+        `request`, of one completion.
+
+        Raises:
+            UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
+        """
+        request = self.request(prompt, **how)
+        if request.n != 1:
+            raise UsageError(f"n={request.n} in a stream: one completion; generate gives more")
+        made = self.engine([request], engine)
+        (completion,) = made.submit(request)
+        steps = made.steps()
+        texts = request.halt
+        assert isinstance(texts, Texts)
+        return Pieces(completion, texts, lambda: next(steps, None) is not None)
+
+    def request(
         self,
         prompt: str,
         *,
@@ -138,14 +248,17 @@ class LM:
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
+        logprobs: int | None = None,
+        n: int = 1,
         stop: str | Sequence[str] | None = None,
+        ignore_eot: bool = False,
         prefill: Prefill | str | None = None,
         exit: ExitRule | ExitTest | str | None = None,
         threshold: float | Sequence[float] | None = None,
-        depths: list[Tensor] | None = None,
+        trace: bool = False,
         cache: CachePolicy | str | None = None,
-    ) -> Iterator[str]:
-        """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters.
+    ) -> Request:
+        """A request of the engine.
 
         Args:
             prompt: text; an empty one begins a document.
@@ -160,22 +273,29 @@ class LM:
             frequency_penalty: likewise, for each time that they are there.
             logit_bias: token id -> what is added to its logit, -100 to 100.
             seed: of the draws; the same seed gives the same text.
+            logprobs: how many likeliest tokens are told of beside each one drawn; None: no log-probabilities.
+            n: completions, each with noise of its own.
             stop: the text ends before the first of these strings (at most four).
+            ignore_eot: whether it goes on at the token that ends a document, which is then like others.
             prefill: how a model with a memory reads the prompt: interleaved (as in training; where None), exact,
                 iterated, zero, or a `Prefill`. What follows is read token by token. With ``exit``, all of it exactly.
             exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md),
                 or a tier that ``alcoda calibrate`` chose: ``"balanced"``.
             threshold: of a rule that is named; one for each loop, or one for all.
-            depths: as `alcoda.engine.decode.decode`.
+            trace: whether to keep what each token goes through from loop to loop (state change, KL, top tokens).
             cache: what a token leaves in the cache: per_loop (where None), mean or last, which read prompts exactly.
 
         Raises:
-            UsageError: at once, for an argument that cannot be, and a prompt that fills the context.
+            PromptError: the prompt fills the context.
+            UsageError: another argument that cannot be.
         """
         if threshold is not None and not isinstance(exit, str):
             raise UsageError(
                 f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
             )
+        if isinstance(prompt, bytes) or not isinstance(prompt, str):
+            raise UsageError(f"prompt {prompt!r}: text")
+        self.model.config.check_decodes()
         sampling = validate(
             Sampling,
             {
@@ -188,44 +308,56 @@ class LM:
                 "frequency_penalty": frequency_penalty,
                 "logit_bias": {} if logit_bias is None else logit_bias,
                 "seed": seed,
+                "logprobs": logprobs,
             },
         )
-        text = TextStream(self.tokenizer, check_stop(stop))
-        rule = self.loaded.exit(exit, loops, threshold).test if isinstance(exit, str) else exit
-        keeps = pick_cache(cache, self.model.config)
-        loops = self._loops(rule.n_loops if loops is None and isinstance(rule, ExitTest) else loops)
+        sampling.check(self.tokenizer.vocab_size)
+        texts = Texts(self.tokenizer, check_stop(stop))
+        test = self._test(exit, loops, threshold)
+        loops = self._loops(test.n_loops if loops is None and test is not None else loops)
         # Training documents begin with end-of-text: it is what the first token is predicted from.
-        ids = [self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist()]
-        tokens = decode(
-            self.model,
+        ids = (self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist())
+        seq_len = self.model.config.seq_len
+        if len(ids) >= seq_len:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens (with the one that begins a document) and the context holds "
+                f"{seq_len}, the next one included: shorten it by {len(ids) - seq_len + 1} or more"
+            )
+        if max_tokens < 1 or n < 1:
+            raise UsageError(f"max_tokens={max_tokens}, n={n}: at least 1")
+        keeps = pick_cache(cache, self.model.config)
+        reads = "interleaved" if test is None and keeps.is_parallel else "exact"
+        return Request(
             ids,
-            loops=loops,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=self.tokenizer.eot,
-            n_vocab=self.tokenizer.vocab_size,
-            dtype=self.loaded.dtype,
-            prefill=self.loaded.prefill(prefill, "interleaved" if rule is None and keeps.is_parallel else "exact"),
-            rule=rule,
-            depths=depths,
+            min(max_tokens, seq_len - len(ids)),
+            sampling,
+            loops,
+            test,
+            n,
+            frozenset() if ignore_eot else frozenset({self.tokenizer.eot}),
+            texts,
+            self.loaded.prefill(prefill, reads),
+            trace,
             cache=keeps,
         )
-        return _pieces(tokens, text)
+
+    def _test(
+        self, exit: ExitRule | ExitTest | str | None, loops: int | None, threshold: float | Sequence[float] | None
+    ) -> ExitTest | None:
+        """The same test for the same rule: tokens of requests that share one are looked at together."""
+        if exit is None or isinstance(exit, ExitTest):
+            return exit
+        if not isinstance(exit, str):
+            return at_work(exit, self.model, loops)
+        tiers = self.loaded.run.exits_json
+        stamp = tiers.stat().st_mtime_ns if tiers.is_file() else None
+        key = (exit, loops, tuple(threshold) if isinstance(threshold, Sequence) else threshold, stamp)
+        if key not in self._tests:
+            self._tests[key] = self.loaded.exit(exit, loops, threshold).test
+        return self._tests[key]
 
     def _loops(self, loops: int | None) -> int:
         return self.model.config.check_loops(self.n_loops if loops is None else loops)
-
-
-def _pieces(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
-    for token in tokens:
-        piece = text.push(token)
-        if piece:
-            yield piece
-        if text.stopped:
-            return
-    rest = text.finish()
-    if rest:
-        yield rest
 
 
 def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype: str = "auto") -> LM:

@@ -11,6 +11,7 @@ import torch
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.cache import Span
 from alcoda.engine.sampling import GREEDY, Row, Sampling
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.prefill import Prefill
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -33,6 +34,7 @@ class Request:
         prefill: how a model with a memory reads the prompt, where no rule is given; None: exactly.
         trace: whether to keep what each token goes through from loop to loop.
         row: which row of a recorded trace the prompt is, for a test that replays one.
+        cache: what a token leaves in the cache: that of the engine.
         name: for its owner.
     """
 
@@ -47,6 +49,7 @@ class Request:
     prefill: Prefill | None = None
     trace: bool = False
     row: int = 0
+    cache: CachePolicy = PER_LOOP
     name: Any = None
 
 
