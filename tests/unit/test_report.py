@@ -233,7 +233,7 @@ def test_caches_are_shown_where_they_were_measured(run: Path, tmp_path: Path) ->
     assert "cache" in [attrs["id"] for attrs in page.all("section")] and {"href": "#cache"} in page.all("a")
     (label,) = [str(svg["aria-label"]) for svg in page.all("svg") if "a slot a loop" in str(svg["aria-label"])]
     assert "cached. mean: 0.0120; last: 0.2500." in label
-    for said in ("0.0110 to 0.0130", "1.536 kB", "0.75", "Milliseconds per token, 64 rows at a time", "at 8 loops"):
+    for said in ("0.0110 to 0.0130", "1.54 kB", "0.75", "Milliseconds per token, 64 rows at a time", "at 8 loops"):
         assert said in words, said
     assert "Measured at train step" not in words
     edit(folder, "caches.json", train_step=7, note="Of part of it.")
