@@ -170,11 +170,7 @@ class Engine:
             raise UsageError(f"loops={n_loops}: the exit rule was built for another model, or for {test.n_loops} loops")
         if n_loops > self.n_loops:
             raise UsageError(f"loops={n_loops}: this engine keeps keys of {self.n_loops} loops; ask for no more")
-        if test is not None and request.prefill is not None and not request.prefill.is_exact and self.runner.carries:
-            raise UsageError(
-                f"prefill {request.prefill.kind!r} with an exit rule: a memory is of where a token left the loop, "
-                "which only reading token by token finds; leave prefill out, or set it to exact"
-            )
+        self.runner.reader(request, n_loops, 1).check_prefill(request.prefill)
         return n_loops
 
     def cancel(self, completion: Completion) -> None:

@@ -323,8 +323,9 @@ class LM:
                 f"the prompt has {len(ids)} tokens (with the one that begins a document) and the context holds "
                 f"{seq_len}, the next one included: shorten it by {len(ids) - seq_len + 1} or more"
             )
-        if max_tokens < 1 or n < 1:
-            raise UsageError(f"max_tokens={max_tokens}, n={n}: at least 1")
+        for name, value in (("max_tokens", max_tokens), ("n", n)):
+            if value < 1:
+                raise UsageError(f"{name}={value}: at least 1")
         keeps = pick_cache(cache, self.model.config)
         reads = "interleaved" if test is None and keeps.is_parallel else "exact"
         return Request(

@@ -17,7 +17,7 @@ from alcoda.depth.exiting import Exits, pick_coda_keys
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.cache import Arena, RowStore, Span
-from alcoda.engine.request import Completion, Item, Step, filler
+from alcoda.engine.request import Completion, Item, Request, Step, filler
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA
 from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
@@ -104,12 +104,7 @@ class Runner:
     def open(self, completion: Completion) -> None:
         """Make ready to read a prompt into the completion's span."""
         assert completion.span is not None
-        test, capacity = completion.request.test, completion.span.stop - completion.span.start
-        if test is None:
-            reader = Reader(self.model, completion.n_loops, capacity, self.policy)
-        else:
-            exits = Exits(test, pick_coda_keys(test, None), cache=self.policy, compact=True)
-            reader = ExitReader(self.model, exits, capacity)
+        reader = self.reader(completion.request, completion.n_loops, completion.span.stop - completion.span.start)
         slots = self.arena.slots(completion.span)
         if not self.per_loop_coda(completion):
             # The reader writes the coda's keys at whatever loop it reads out; all are one slot.
@@ -117,6 +112,13 @@ class Runner:
             slots |= {(stage, layer, loop): slots[stage, layer, 0] for stage, layer, _ in last for loop in self._loops}
         reader.store.slots = slots
         completion.reader = reader
+
+    def reader(self, request: Request, n_loops: int, n_tokens: int) -> Reader:
+        """What reads the prompt of a request."""
+        if request.test is None:
+            return Reader(self.model, n_loops, n_tokens, self.policy)
+        exits = Exits(request.test, pick_coda_keys(request.test, None), cache=self.policy, compact=True)
+        return ExitReader(self.model, exits, n_tokens)
 
     @property
     def _loops(self) -> range:

@@ -130,10 +130,9 @@ def test_logits_and_generation_agree(lm: api.LM) -> None:
         if best != lm.tokenizer.eot:
             text = lm.generate(prompt, loops=LOOPS, max_tokens=1, cache=name)
             assert text == lm.tokenizer.decode_bytes([best]).decode(errors="replace")
-        depths: list[torch.Tensor] = []
-        left = lm.generate(prompt, loops=LOOPS, max_tokens=5, cache=name, exit="fixed:2", depths=depths)
-        assert left == lm.generate(prompt, loops=2, max_tokens=5, cache=name)
-        assert set(torch.cat(depths, 1).flatten().tolist()) == {2}
+        left = lm.generate(prompt, loops=LOOPS, max_tokens=5, cache=name, exit="fixed:2", details=True)
+        assert left.text == lm.generate(prompt, loops=2, max_tokens=5, cache=name)
+        assert {*left.prompt_loops, *(token.loops for token in left.tokens)} == {2}
     # [B, T], and the first token has nothing before it that could differ.
     both = [lm.logits([ids, ids], loops=LOOPS, cache=name) for name in NAMES]
     assert both[0].shape == both[1].shape == (2, len(ids), lm.model.config.vocab_size)

@@ -19,7 +19,9 @@ import alcoda
 from alcoda import api
 from alcoda.config import validate
 from alcoda.data.prepare import open_corpus, prepare
-from alcoda.engine import llm
+from alcoda.engine import engine
+from alcoda.engine.decode import decode
+from alcoda.engine.sampling import Drawn, Row
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cost import ledger
 from alcoda.training import begin, checkpoint
@@ -159,7 +161,7 @@ def test_a_run_in_float32_is_measured_in_float32(run: Path) -> None:
 @pytest.mark.parametrize("prompt", ["", "one two", "über 漢"])
 def test_cached_decoding_is_the_argmax_of_the_full_logits(lm: api.LM, loops: int, prompt: str) -> None:
     ids = [lm.tokenizer.eot, *lm.tokenizer.encode(prompt).tolist()]
-    decoded = llm.decode(lm.model, ids, loops=loops, max_tokens=99, n_vocab=lm.tokenizer.vocab_size)
+    decoded = decode(lm.model, ids, loops=loops, max_tokens=99, n_vocab=lm.tokenizer.vocab_size)
     for token in decoded:
         assert token == int(lm.logits(ids, loops)[-1].argmax())
         ids.append(token)
@@ -179,7 +181,8 @@ def test_generation(lm: api.LM, run: Path, run_cli: Cli) -> None:
     assert done.out == f"one{first}\n" and done.err == ""
     done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 12, "--loops", 3, "--json")
     text = lm.generate("one", loops=3, max_tokens=12)
-    assert done.json == {"prompt": "one", "text": text, "loops": 3, "temperature": 0.0, "seed": 0}
+    told = {"prompt": "one", "text": text, "loops": 3, "temperature": 0.0, "seed": 0, "finish": "length"}
+    assert {name: done.json[name] for name in told} == told and done.json["engine"]["tokens"] == 12
     assert len(done.out.splitlines()) == 1
 
 
@@ -216,30 +219,35 @@ def test_text_ends_before_a_stop_string(lm: api.LM, run: Path, run_cli: Cli) -> 
     assert lm.generate("one", max_tokens=30, stop="no such") == text
     done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 30, "--stop", "no such", "--stop", stop)
     assert done.out == f"one{expected}\n"
-    depths: dict[str, list[torch.Tensor]] = {stop: [], "no such": []}
-    for one, passes in depths.items():
-        lm.generate("one", max_tokens=30, stop=one, exit="fixed:2", depths=passes)
-    assert len(depths[stop]) < len(depths["no such"])  # what comes after a stop string is not computed
+    cut, whole = (lm.generate("one", max_tokens=30, stop=one, details=True) for one in (stop, "no such"))
+    assert len(cut.tokens) < len(whole.tokens) and cut.finish == "stop"
+    lm.generate("one", max_tokens=30, stop=stop)
+    assert lm.stats is not None and lm.stats["tokens"] < 30  # what comes after a stop string is not computed
     with pytest.raises(UsageError, match="stop: 5 strings"):
         lm.stream("one", stop=list("abcde"))
 
 
 def test_streamed_pieces_are_whole_characters(lm: api.LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "naïve 漢字 🎉!"
+    text = "aï漢🎉!"
     tokens = lm.tokenizer.encode(text).tolist()
     assert len(tokens) == len(text.encode())
-    monkeypatch.setattr(llm, "decode", lambda *arguments, **kwargs: iter(tokens))
-    assert list(lm.stream("x")) == list(text)
-    monkeypatch.setattr(llm, "decode", lambda *arguments, **kwargs: iter(tokens[:-2]))
-    assert lm.generate("x") == "naïve 漢字 \ufffd"  # cut inside a character
+    script: list[int] = []
+
+    def scripted(logits_NV: torch.Tensor, rows: list[Row], n_vocab: int | None) -> list[Drawn | str]:
+        return [Drawn(script[len(row.output)], None, ()) for row in rows]
+
+    monkeypatch.setattr(engine, "draw", scripted)
+    script[:] = tokens
+    assert list(lm.stream("x", max_tokens=len(tokens))) == list(text)
+    assert lm.generate("x", max_tokens=len(tokens) - 2) == "aï漢\ufffd"  # cut inside a character
 
 
 def test_tokens_leave_early(run: Path, run_cli: Cli, lm: api.LM) -> None:
     text = lm.generate("one", max_tokens=12)
     assert lm.generate("one", max_tokens=12, exit="state") == lm.generate("one", max_tokens=12, exit="kl:0") == text
-    depths: list[torch.Tensor] = []
-    left = lm.generate("one", max_tokens=12, exit="state", threshold=1e9, depths=depths)
-    assert {n for depths_BT in depths for n in depths_BT.flatten().tolist()} == {1}
+    one = lm.generate("one", max_tokens=12, exit="state", threshold=1e9, details=True)
+    assert {*one.prompt_loops, *(token.loops for token in one.tokens)} == {1}
+    left = one.text
     assert left == lm.generate("one", max_tokens=12, exit="fixed:1") == lm.generate("one", max_tokens=12, loops=1)
     done = run_cli.ok("generate", run, "--prompt", "one", "--max-tokens", 12, "--exit", "state:1e9", "--json")
     assert done.json["text"] == left and done.json["exit"] == "state:1e9" and done.json["mean_loops"] == 1.0
