@@ -137,7 +137,7 @@ class Runner:
             y_BTD = reader.read(ids_BT, request.prefill if request.test is None else None)
             logits_NV = self.model.logits(y_BTD[:, -1]) if last else y_BTD[:, -1]
         if isinstance(reader, ExitReader):
-            completion.prompt_loops += reader.depths[-1][0].tolist()
+            completion.prompt_loops += reader.depths_BT()[0].tolist()
             reader.depths.clear()
         else:
             completion.prompt_loops += [completion.n_loops] * (stop - start)
