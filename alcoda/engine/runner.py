@@ -139,7 +139,7 @@ class Runner:
             y_BTD = reader.read(ids_BT, request.prefill if request.test is None else None)
             logits_NV = self.model.logits(y_BTD[:, -1]) if last else y_BTD[:, -1]
         if isinstance(reader, ExitReader):
-            completion.prompt_loops += reader.depths[-1][0].tolist()
+            completion.prompt_loops += reader.depths_BT()[0].tolist()
             reader.depths.clear()
         else:
             completion.prompt_loops += [completion.n_loops] * (stop - start)
@@ -200,8 +200,9 @@ class Runner:
         places = [_at(item) for item in items]
         sum_N = at_least_fp32(self.arena.newest(CORE, places))
         if any(item.loops for item in items):
-            begun_N = torch.tensor([float(item.loops > 0) for item in items], device=self.device)
-            sum_N = sum_N + self.sums.take(rows_N)[0] * begun_N[:, None, None, None, None].to(sum_N.dtype)
+            # In its first loop a row still has what the token before it in the row left there, a NaN perhaps.
+            begins_N = torch.tensor([item.loops == 0 for item in items], device=self.device)
+            sum_N = sum_N + self.sums.take(rows_N)[0].masked_fill(begins_N[:, None, None, None, None], 0)
         self.sums.put(rows_N, [sum_N])
         out = [i for i, leaves_here in enumerate(leaves) if leaves_here]
         if out:
