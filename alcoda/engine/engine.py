@@ -296,6 +296,7 @@ class Engine:
         if token is None:
             return []
         self.runner.release([item])
+        self.stats.checked += child is not None
         if child is not None and child.token == token:
             self.stats.accepted += 1
             completion.head = child
@@ -370,6 +371,7 @@ class Engine:
         self.stats.launches[kind] += 1
         self.stats.rows[kind] += rows
         self.stats.seconds[kind] += seconds
+        self.stats.model_s[kind] += self.runner.in_model.take()
         if kind in self._times:
             self._times[kind].add(rows, seconds)
 

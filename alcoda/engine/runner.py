@@ -18,6 +18,7 @@ from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.cache import Arena, RowStore, Span
 from alcoda.engine.request import Completion, Item, Request, Step, filler
+from alcoda.engine.stats import Stopwatch
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA
 from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
@@ -91,6 +92,7 @@ class Runner:
         self.state, self.anchor, self.recall = Bank(n_rows + 1), Bank(n_rows + 1), Bank(n_rows + 1)
         self.kept: dict[ExitTest, Bank] = {}
         self.filler = filler()
+        self.in_model = Stopwatch()
         self._shape: tuple[int, int] = (0, 0)
         self._rotation: Rotation | None = None
         self._n_turned = 0
@@ -135,7 +137,7 @@ class Runner:
         request, reader = completion.request, completion.reader
         prompt, last = request.prompt, stop == len(request.prompt)
         ids_BT = torch.tensor([prompt[start:stop]], device=self.device)
-        with self.passes():
+        with self.passes(), self.in_model:
             y_BTD = reader.read(ids_BT, request.prefill if request.test is None else None)
             logits_NV = self.model.logits(y_BTD[:, -1]) if last else y_BTD[:, -1]
         if isinstance(reader, ExitReader):
@@ -158,7 +160,7 @@ class Runner:
         filled = self._filled(items)
         store = self._store(filled)
         ids_W1 = torch.tensor([[item.token] for item in filled], device=self.device)
-        with self.passes():
+        with self.passes(), self.in_model:
             begun, state = self.model.begin(ids_W1, self.n_loops, memory_BTD=self._memories(filled), store=store)
         n = len(items)
         rows_N = torch.tensor([item.row for item in items], device=self.device)
@@ -185,7 +187,8 @@ class Runner:
         with self.passes():
             context = self.model.keys.resume(self._context(filled, rows_W, store), store.stored)
             before, anchor = self._state(rows_W), self.anchor.take(rows_W)
-            state = self.model.run_loop(before, anchor[0], loops_W, context)
+            with self.in_model:
+                state = self.model.run_loop(before, anchor[0], loops_W, context)
             n = len(items)
             self.state.put(rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
             leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], loops_W[:n])
@@ -258,8 +261,10 @@ class Runner:
             context = self._context(filled, rows_W, store)
             e_BTD, *early = self.anchor.take(rows_W)
             begun = Begun(self.n_loops, e_BTD, early[0] if early else e_BTD, context, context)
-            out = self.model.read_out(begun, self._state(rows_W), 0)
-            logits_NV = self.model.logits(out.y_BTD[:, 0])[:n]
+            state = self._state(rows_W)
+            with self.in_model:
+                out = self.model.read_out(begun, state, 0)
+                logits_NV = self.model.logits(out.y_BTD[:, 0])[:n]
         return logits_NV, None if out.source_BTD is None else out.source_BTD[:n, 0]
 
     def remember(self, completion: Completion, source_D: Tensor) -> None:
