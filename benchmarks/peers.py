@@ -114,7 +114,7 @@ def ours(model: RecurrentLM, prompts_BT: Tensor, n_new: int, *, mode: str, trace
     ids_BT, first_s = prompts_BT, 0.0
     with torch.inference_mode(), autocast(CPU, dtype):
         for _ in range(n_new):
-            ids_BT = model.logits(reader.read(ids_BT)[:, -1:]).argmax(-1)
+            ids_BT = model.logits(reader.read(ids_BT)[:, -1]).argmax(-1, keepdim=True)
             first_s = first_s or time.perf_counter() - began
     return Timing(time.perf_counter() - began, first_s, prompts_BT.size(0), n_new)
 
