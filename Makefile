@@ -1,12 +1,14 @@
 # make demo   sets up and runs the main job: train, measure and report a small recurrent-depth model
 # make test   sets up and runs the tests
 # make check  lint, types, import contracts, tests
+# make peers  sets up other packages beside alcoda and measures decoding against them (ten minutes)
 # make clean  removes what these made (not runs/)
 PYTHON ?= python3
 PIP_ARGS ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PEERS_PIP = .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test slow long check lint clean
+.PHONY: demo test slow long check lint peers clean
 
 demo: .venv/demo
 	.venv/bin/alcoda quickstart
@@ -31,6 +33,9 @@ lint: .venv/dev
 
 check: lint test
 
+peers: .venv-peers/done
+	.venv-peers/bin/python benchmarks/peers.py
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("alcoda needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
@@ -46,6 +51,15 @@ check: lint test
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo
 
+# What alcoda is measured against needs packages that alcoda does not. open-mythos asks for one version of torch, 2.11.0,
+# and for datasets, which its model does not import: without its dependencies it runs on the torch of constraints.txt.
+.venv-peers/done: pyproject.toml constraints.txt benchmarks/peers.txt
+	@echo 'installing alcoda with torch and what it is compared with into .venv-peers ...'
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS_PIP) -c constraints.txt -e . -r benchmarks/peers.txt
+	$(PEERS_PIP) --no-deps open-mythos==0.5.0
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

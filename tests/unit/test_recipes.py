@@ -102,6 +102,26 @@ def test_grt_stays() -> None:
     assert load_recipe("papers/grt_large_isoparam").ledger().params == 781_780_480
 
 
+def test_grt_large_has_three_eighths_of_gpt2_large() -> None:
+    """62.5% fewer parameters at the same depth of 36 blocks; anchor keys change nothing but the cache."""
+    isoflop, dense = load_recipe("papers/grt_large_isoflop"), load_recipe("papers/gpt2_large")
+    assert (isoflop.ledger().params, dense.ledger().params) == (290_196_480, 773_582_080)
+    assert isoflop.model.n_blocks_run == dense.model.n_blocks_run == 36
+    assert isoflop.ledger().kv_bytes_per_token == dense.ledger().kv_bytes_per_token
+    anchor = load_recipe("papers/grt_large_isoflop", ["model.keys=anchor"]).ledger()
+    assert anchor.params == isoflop.ledger().params
+    assert anchor.kv_bytes_per_token * 36 == isoflop.ledger().kv_bytes_per_token * (1 + 5 + 5)
+
+
+def test_the_shape_of_serving_benchmarks() -> None:
+    """Nothing but a core of 4 blocks, run 8 times: 4 of 32 blocks are stored, and the injection."""
+    model = load_recipe("engine/d512").model
+    assert (model.d_model, model.n_heads, model.vocab_size) == (512, 8, 8192)
+    assert (model.n_prelude, model.n_core, model.n_coda, model.n_loops) == (0, 4, 0, 8)
+    block = 4 * 512**2 + 3 * 512 * model.shape.d_ff + 2 * 512
+    assert load_recipe("engine/d512").ledger().params == 8192 * 512 + 4 * block + 2 * 512**2 + 512
+
+
 def test_the_arms_of_grts_comparison() -> None:
     """The same blocks and injection; the gate's 3 d^2 + 4 d less; the Poisson arm loops R times in the mean."""
     base = load_recipe("papers/grt_small_isoflop")

@@ -1,0 +1,319 @@
+"""Decoding against what else there is for a model of this shape, as ratios within one process. The last line is JSON.
+
+    make peers                                  # in a virtual environment of its own
+    python benchmarks/peers.py [--batch 1,32] [--dtype bfloat16] [--budget-s 540] [--peers hf_llama,x_transformers]
+
+Random weights, greedy, prompts of 64 tokens and 64 new ones, of the recipe engine/d512:
+
+* hf_llama: transformers' ``generate`` on a dense Llama of as many layers as the full unrolled depth;
+* open_mythos, x_transformers: their own looped decoding, with as many blocks a token.
+
+A package that is not there is reported as absent, one that fails with its error; the others are measured. Ours runs at
+fixed depth (all loops), and with exits, on depths drawn in advance (mean --mean-depth): refill, and wavefront, which
+also drafts along the depth diagonal. So that all do the same work, no stop is known to any of them.
+
+Rounds alternate: a peer, then each mode of ours, then the peer again. A ratio is tokens/s of ours over the peer's in
+the same round; medians and quartiles over rounds. Tokens/s are of the whole call, prompt included;
+``decode_tokens_per_s`` are those from the first new token on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from lrt import loaded
+from peer_models import PEERS, Peer
+from torch import Tensor, nn
+from train import CPU
+
+from alcoda.depth.exiting import Exits
+from alcoda.depth.record import Trace
+from alcoda.depth.rules import TraceRule
+from alcoda.depth.sequential import ExitReader
+from alcoda.errors import UsageError
+from alcoda.model.config import ModelConfig
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.prefill import Reader
+from alcoda.training.device import autocast, describe, pick_dtype
+from alcoda.training.recipe import load_recipe
+
+MODES = ("fixed", "refill", "wavefront")
+"""Of ours: all loops; exits, free width refilled; and drafts in spare width."""
+OURS = "the reference of alcoda.depth, rows in lock step: nothing is refilled, nothing drafted"
+"""What `ours` runs."""
+MEAN_DEPTH = 4.9
+"""Loops a token with exits, of 8 (papers.md 3.1: 4.94 at the loss of uniform depth 8)."""
+TARGETS: dict[str, dict[int, tuple[str, float]]] = {
+    "hf_llama": {1: ("wavefront", 2.5), 32: ("refill", 1.2)},
+    "open_mythos": {1: ("wavefront", 2.0), 32: ("refill", 2.0)},
+    "x_transformers": {1: ("wavefront", 2.0), 32: ("refill", 2.0)},
+}
+"""By peer and batch, which mode of ours is to be at least how many times as fast."""
+MOST_WEIGHTS = 0.25
+"""Bytes of our weights over the Llama's, at most."""
+WARM_UP_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One call.
+
+    Attributes:
+        seconds: all of it.
+        first_s: until the first new token of every row was known.
+        rows, n_new: rows, and new tokens of each.
+    """
+
+    seconds: float
+    first_s: float
+    rows: int
+    n_new: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole call."""
+        return self.rows * self.n_new / self.seconds
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """From the first new token on."""
+        return self.rows * (self.n_new - 1) / (self.seconds - self.first_s)
+
+
+Run = Callable[[Tensor, int], Timing]
+"""Continues prompts ``[B, T]`` by so many tokens each."""
+
+
+def depth_trace(rows: int, tokens: int, n_loops: int, mean: float, seed: int = 0) -> Trace:
+    """Depths of every token, binomial from 1 to ``n_loops``, so that few leave at once and few run them all."""
+    share = (mean - 1) / max(n_loops - 1, 1)
+    draws = torch.rand(rows, tokens, max(n_loops - 1, 0), generator=torch.Generator().manual_seed(seed))
+    return Trace(1 + (draws < share).sum(-1), n_loops, "at_exit")
+
+
+def ours(model: RecurrentLM, prompts_BT: Tensor, n_new: int, *, mode: str, trace: Trace, dtype: torch.dtype) -> Timing:
+    """Continue prompts greedily; a token that reads row b at position t runs ``trace.depths_BT[b, t]`` loops, but in
+    mode fixed all of them."""
+    n_loops, capacity_tokens = model.config.n_loops, prompts_BT.size(1) + n_new
+    began = time.perf_counter()
+    if mode == "fixed":
+        reader = Reader(model, n_loops, capacity_tokens)
+    else:
+        exits = Exits(TraceRule().build(model, n_loops, trace), trace.coda_keys)
+        reader = ExitReader(model, exits, capacity_tokens)
+    ids_BT, first_s = prompts_BT, 0.0
+    with torch.inference_mode(), autocast(CPU, dtype):
+        for _ in range(n_new):
+            ids_BT = model.logits(reader.read(ids_BT)[:, -1]).argmax(-1, keepdim=True)
+            first_s = first_s or time.perf_counter() - began
+    return Timing(time.perf_counter() - began, first_s, prompts_BT.size(0), n_new)
+
+
+def weights(model: nn.Module) -> dict[str, int]:
+    """Parameters of a model, and their bytes; those that are shared count once."""
+    found = list(model.parameters())
+    return {
+        "params": sum(p.numel() for p in found),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in found),
+    }
+
+
+def timed_by_call(called: nn.Module, decode: Callable[[Tensor, int], Tensor]) -> Run:
+    """``decode`` on a clock: the first return of ``called`` in a call is that of the first new token."""
+    returns: list[float] = []
+    called.register_forward_hook(lambda *_: returns.append(time.perf_counter()))
+
+    def run(prompts_BT: Tensor, n_new: int) -> Timing:
+        returns.clear()
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out_BT = decode(prompts_BT, n_new)
+        seconds = time.perf_counter() - began
+        if len(returns) != n_new or out_BT.shape[1] not in (n_new, prompts_BT.size(1) + n_new):
+            raise RuntimeError(
+                f"{len(returns)} passes gave rows of {out_BT.shape[1]} tokens for {n_new} new ones: it does other work "
+                "than it is compared for"
+            )
+        return Timing(seconds, returns[0] - began, out_BT.shape[0], n_new)
+
+    return run
+
+
+def built(peer: Peer, config: ModelConfig, dtype: torch.dtype, room: int) -> tuple[Run | None, dict[str, Any]]:
+    """A peer that is ready to run (None: it is not), and what is said of it."""
+    said: dict[str, Any] = {"package": peer.package.replace("_", "-"), "what": peer.what}
+    try:
+        importlib.import_module(peer.package)
+        said["version"] = peer.version
+    except ImportError as missing:
+        return None, said | {"absent": f"{type(missing).__name__}: {missing}"}
+    said |= {"cache": peer.cache, "max_rows": peer.max_rows}
+    try:
+        model, called, decode = peer.build(config, dtype, room)
+        run = timed_by_call(called, decode)
+        run(torch.ones(1, 2, dtype=torch.long), WARM_UP_TOKENS)
+    except Exception as failure:  # whatever another's code does, the others are measured
+        return None, said | {"failed": f"{type(failure).__name__}: {failure}"}
+    return run, said | weights(model)
+
+
+def speedup(of: Sequence[Timing], over: Sequence[Timing]) -> dict[str, float]:
+    """How many times as fast: median and quartiles over rounds, of tokens/s of the whole call."""
+    ratios = [fast.tokens_per_s / slow.tokens_per_s for fast, slow in zip(of, over, strict=True)]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {"ratio": median(ratios), "low": low, "high": high}
+
+
+def compared(runs: dict[str, Callable[[int], Timing]], n_new: int, rounds: int, until: float) -> dict[str, Any]:
+    """Each of ``runs`` in turn, the peer first, round after round; what ours are over the peer.
+
+    Args:
+        runs: on how many new tokens, by name: the peer, then each of `MODES`.
+        until: of `time.perf_counter`: a round that would end after it is not begun, but the first always is.
+    """
+    (peer, *modes), timings = runs, dict[str, list[Timing]]()
+    for run in runs.values():
+        run(WARM_UP_TOKENS)
+    longest = 0.0
+    for i in range(rounds):
+        began = time.perf_counter()
+        if i > 0 and began + longest > until:
+            break
+        for name, run in runs.items():
+            timings.setdefault(name, []).append(run(n_new))
+        longest = max(longest, time.perf_counter() - began)
+        line = ", ".join(f"{name} {timings[name][-1].tokens_per_s:.1f}" for name in runs)
+        print(f"    round {i + 1}: tokens/s {line}", flush=True)
+    return {
+        "rounds": len(timings[peer]),
+        "tokens_per_s": {name: median(one.tokens_per_s for one in found) for name, found in timings.items()},
+        "decode_tokens_per_s": {
+            name: median(one.decode_tokens_per_s for one in found) for name, found in timings.items()
+        },
+        "speedup": {mode: speedup(timings[mode], timings[peer]) for mode in modes},
+    }
+
+
+def below(cells: Sequence[dict[str, Any]], said: dict[str, dict[str, Any]]) -> list[str]:
+    """The targets that were measured and missed."""
+    found = []
+    for cell in cells:
+        mode, least = TARGETS.get(cell["peer"], {}).get(cell["batch"], (MODES[0], 0.0))
+        ratio = cell["speedup"][mode]["ratio"]
+        found += [f"{mode} over {cell['peer']}, batch {cell['batch']}: {ratio:.3f}"] if ratio < least else []
+    share = said.get("hf_llama", {}).get("our_weights_over_its", 0.0)
+    return found + ([f"weights over hf_llama: {share:.3f}"] if share > MOST_WEIGHTS else [])
+
+
+def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelConfig]:
+    """The options and the shape; what cannot be is refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="engine/d512", metavar="RECIPE")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe; repeatable")
+    parser.add_argument("--peers", default=",".join(PEERS), help="those to compare with, by comma")
+    parser.add_argument("--batch", default="1,32", help="prompts at once, by comma")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--mean-depth", type=float, default=MEAN_DEPTH, help="loops a token, with exits")
+    parser.add_argument("--rounds", type=int, default=7, help="at most, of each comparison")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="for all comparisons")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--threads", type=int, help="torch's threads (its own choice where not set)")
+    options = parser.parse_args(arguments)
+    options.peers = options.peers.split(",")
+    if unknown := set(options.peers) - set(PEERS):
+        parser.error(f"unknown {', '.join(sorted(unknown))}. Allowed: {', '.join(PEERS)}")
+    if not all(batch.isdecimal() and int(batch) for batch in options.batch.split(",")):
+        parser.error(f"--batch {options.batch}: whole numbers from 1, by comma")
+    options.batch = [int(batch) for batch in options.batch.split(",")]
+    if options.prompt_tokens < 1 or options.new_tokens < 2 or options.rounds < 1:
+        parser.error("--prompt-tokens and --rounds are at least 1, --new-tokens at least 2")
+    try:
+        config = load_recipe(options.shape, options.set).model
+        options.dtype = pick_dtype(options.dtype, CPU)
+    except UsageError as wrong:
+        parser.error(str(wrong))
+    if config.n_core == 0 or config.n_prelude or config.n_coda:
+        parser.error(f"--shape {options.shape}: the looped peers are a core without prelude and coda, so must this be")
+    room = options.prompt_tokens + options.new_tokens
+    if room > config.seq_len:
+        parser.error(
+            f"{room} tokens do not fit the context of {config.seq_len}: fewer of --prompt-tokens, --new-tokens"
+        )
+    if not 1 <= options.mean_depth <= config.n_loops:
+        parser.error(f"--mean-depth {options.mean_depth}: from 1 to n_loops={config.n_loops}")
+    return options, config
+
+
+def measured(
+    options: argparse.Namespace, config: ModelConfig, model: RecurrentLM, trace: Trace, ready: dict[str, Run]
+) -> list[dict[str, Any]]:
+    """Every comparison: each batch with each peer. Those that are left share what is left of the time."""
+    end, generator = time.perf_counter() + options.budget_s, torch.Generator().manual_seed(0)
+    prompts_BT = torch.randint(config.vocab_size, (max(options.batch), options.prompt_tokens), generator=generator)
+    todo, cells = [(batch, name) for batch in options.batch for name in ready], []
+    for i, (batch, name) in enumerate(todo):
+        n_peer = min(batch, PEERS[name].max_rows or batch)
+        print(f"batch {batch}, {name}" + (f", {n_peer} at once" if n_peer < batch else ""), flush=True)
+        runs: dict[str, Callable[[int], Timing]] = {name: partial(ready[name], prompts_BT[:n_peer])}
+        for mode in MODES:
+            runs[mode] = partial(ours, model, prompts_BT[:batch], mode=mode, trace=trace, dtype=options.dtype)
+        now = time.perf_counter()
+        cell = compared(runs, options.new_tokens, options.rounds, now + (end - now) / (len(todo) - i))
+        line = ", ".join(f"{mode} {cell['speedup'][mode]['ratio']:.2f}" for mode in MODES)
+        print(f"  times as fast as {name}: {line}", flush=True)
+        cells.append({"batch": batch, "peer": name, "peer_rows_at_once": n_peer, **cell})
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, config = asked(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    room = options.prompt_tokens + options.new_tokens
+    model = loaded(config, options.dtype)
+    own, ready, said = weights(model), dict[str, Run](), dict[str, dict[str, Any]]()
+    for name in options.peers:
+        print(f"{name}: {PEERS[name].what}", flush=True)
+        run, said[name] = built(PEERS[name], config, options.dtype, room)
+        if run is None:
+            print(f"  left out: {said[name].get('absent') or said[name].get('failed')}", flush=True)
+            continue
+        ready[name] = run
+        said[name]["our_weights_over_its"] = own["weight_bytes"] / said[name]["weight_bytes"]
+    trace = depth_trace(max(options.batch), room, config.n_loops, options.mean_depth)
+    cells = measured(options, config, model, trace, ready)
+    targets = {name: [{"batch": b, "mode": m, "ratio": r} for b, (m, r) in of.items()] for name, of in TARGETS.items()}
+    result = {
+        "machine": describe(CPU, options.dtype),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "shape": {
+            "recipe": options.shape,
+            **config.shape._asdict(),
+            "n_core": config.n_core,
+            "n_loops": config.n_loops,
+        },
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "mean_depth": trace.depths_BT.double().mean().item(),
+        "ours": {"how": OURS, **own},
+        "peers": said,
+        "cells": cells,
+        "targets": targets | {"weights_over_hf_llama": MOST_WEIGHTS},
+        "below_target": below(cells, said),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

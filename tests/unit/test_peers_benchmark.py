@@ -1,0 +1,219 @@
+"""`benchmarks/peers.py` with stand-ins for the other packages: it runs, and its last line says all that it promises.
+No speed is judged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alcoda.config import validate
+from alcoda.model.config import ModelConfig
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
+SIZES = ("d_model=32", "n_heads=2", "n_loops=3", "n_core=2", "vocab_size=64", "seq_len=16")
+TOY = [word for size in SIZES for word in ("--set", f"model.{size}")]
+TOY += ["--prompt-tokens", "4", "--new-tokens", "3", "--mean-depth", "2", "--rounds", "2", "--dtype", "float32"]
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("peers")
+
+
+class Chooser(nn.Module):
+    """A model whose next token is always the one after the last, of ``n`` parameters."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return ids_BT[:, -1:] + 1
+
+
+def chooser(
+    n: int, passes: Callable[[int], int] = lambda n_new: n_new
+) -> Callable[..., tuple[nn.Module, nn.Module, Callable[[Tensor, int], Tensor]]]:
+    def build(
+        config: ModelConfig, dtype: torch.dtype, room: int
+    ) -> tuple[nn.Module, nn.Module, Callable[[Tensor, int], Tensor]]:
+        model = Chooser(n).to(dtype)
+
+        def decode(ids_BT: Tensor, n_new: int) -> Tensor:
+            assert ids_BT.size(1) + n_new <= room
+            for _ in range(passes(n_new)):
+                ids_BT = torch.cat([ids_BT, model(ids_BT)], 1)
+            return ids_BT
+
+        return model, model, decode
+
+    return build
+
+
+def broken(config: ModelConfig, dtype: torch.dtype, room: int) -> Any:
+    raise TypeError("it takes no such thing")
+
+
+def said_by(peers: ModuleType, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    peers.main([*TOY, *options])
+    assert torch.get_num_threads() == threads
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_what_is_there_is_measured_and_what_is_not_is_named(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_ins = {
+        "hf_llama": peers.Peer("torch", "many rows", "none", chooser(10**5)),
+        "x_transformers": peers.Peer("torch", "one row", "none", chooser(10), max_rows=1),
+        "absent": peers.Peer("no_such_package", "not installed", "none", chooser(10)),
+        "broken": peers.Peer("torch", "cannot be built", "none", broken),
+        "idle": peers.Peer("torch", "skips a token", "none", chooser(10, lambda n_new: n_new - 1)),
+    }
+    monkeypatch.setattr(peers, "PEERS", stand_ins)
+    result = said_by(peers, capsys, "--peers", ",".join(stand_ins), "--batch", "1,4")
+
+    said = result["peers"]
+    assert said["absent"]["absent"] == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert said["broken"]["failed"] == "TypeError: it takes no such thing"
+    assert "2 passes gave rows of 4 tokens for 3 new ones" in said["idle"]["failed"]
+    assert said["hf_llama"]["params"] == 10**5 and said["hf_llama"]["weight_bytes"] == 4 * 10**5
+    assert said["hf_llama"]["our_weights_over_its"] == result["ours"]["weight_bytes"] / 4e5
+    assert {"version", "what", "cache", "max_rows"} <= set(said["x_transformers"])
+
+    cells = result["cells"]
+    assert [(cell["batch"], cell["peer"], cell["peer_rows_at_once"]) for cell in cells] == [
+        (1, "hf_llama", 1),
+        (1, "x_transformers", 1),
+        (4, "hf_llama", 4),
+        (4, "x_transformers", 1),
+    ]
+    for cell in cells:
+        assert cell["rounds"] == 2
+        contestants = {cell["peer"], "fixed", "refill", "wavefront"}
+        assert set(cell["tokens_per_s"]) == set(cell["decode_tokens_per_s"]) == contestants
+        assert min(cell["tokens_per_s"].values()) > 0 and min(cell["decode_tokens_per_s"].values()) > 0
+        assert set(cell["speedup"]) == {"fixed", "refill", "wavefront"}
+    assert 1 <= result["mean_depth"] <= 3
+    assert (result["shape"]["d_model"], result["shape"]["n_core"], result["shape"]["n_loops"]) == (32, 2, 3)
+    assert result["machine"]["dtype"] == "float32" and result["versions"]["torch"] == torch.__version__
+    assert result["targets"]["hf_llama"] == [
+        {"batch": 1, "mode": "wavefront", "ratio": 2.5},
+        {"batch": 32, "mode": "refill", "ratio": 1.2},
+    ]
+
+
+def test_without_any_of_them_it_says_so(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        peers, "PEERS", {"hf_llama": peers.Peer("no_such_package", "not installed", "none", chooser(1))}
+    )
+    result = said_by(peers, capsys, "--peers", "hf_llama")
+    assert (result["cells"], result["below_target"]) == ([], [])
+
+
+def test_the_ratios(peers: ModuleType) -> None:
+    """Tokens/s over tokens/s, round by round: 12 rows in 3 s over 2 in 1 s is 2 times, whatever the rows."""
+    slow = [peers.Timing(1.0, 0.2, 2, 5), peers.Timing(2.0, 0.4, 2, 5), peers.Timing(4.0, 3.9, 2, 5)]
+    fast = [peers.Timing(3.0, 0.6, 12, 5), peers.Timing(3.0, 0.6, 12, 5), peers.Timing(4.0, 0.6, 12, 5)]
+    assert slow[0].tokens_per_s == 10 and slow[0].decode_tokens_per_s == 2 * 4 / 0.8
+    found = peers.speedup(fast, slow)
+    assert found["ratio"] == 4  # of 2, 4, 6
+    assert found["low"] == 2 and found["high"] == 6
+    assert peers.speedup(fast[:1], slow[:1]) == {"ratio": 2, "low": 2, "high": 2}
+
+
+def test_rounds_alternate_and_end_with_the_time(peers: ModuleType) -> None:
+    order = []
+
+    def run(name: str) -> Callable[[int], Any]:
+        def one(n_new: int) -> Any:
+            order.append((name, n_new))
+            return peers.Timing(1.0, 0.5, 1, n_new)
+
+        return one
+
+    runs = {name: run(name) for name in ("peer", "fixed", "refill")}
+    cell = peers.compared(runs, 9, rounds=3, until=float("inf"))
+    warm, measured = order[:3], order[3:]
+    assert warm == [(name, peers.WARM_UP_TOKENS) for name in runs]
+    assert measured == [(name, 9) for name in runs] * 3
+    assert cell["rounds"] == 3 and cell["tokens_per_s"] == dict.fromkeys(runs, 9.0)
+    assert peers.compared(runs, 9, rounds=3, until=0.0)["rounds"] == 1
+
+
+def test_it_names_what_is_below_the_target_and_nothing_else(peers: ModuleType) -> None:
+    def cell(peer: str, batch: int, **ratios: float) -> dict[str, Any]:
+        found = {"fixed": 0.1, "refill": 0.1, "wavefront": 0.1} | ratios
+        return {"peer": peer, "batch": batch, "speedup": {mode: {"ratio": ratio} for mode, ratio in found.items()}}
+
+    met = [cell("hf_llama", 1, wavefront=2.5), cell("hf_llama", 32, refill=1.2), cell("hf_llama", 8)]
+    assert peers.below(met, {"hf_llama": {"our_weights_over_its": 0.25}, "open_mythos": {"absent": "why"}}) == []
+    missed = [cell("hf_llama", 1, wavefront=2.4), cell("open_mythos", 32, refill=1.9)]
+    assert peers.below(missed, {"hf_llama": {"our_weights_over_its": 0.3}}) == [
+        "wavefront over hf_llama, batch 1: 2.400",
+        "refill over open_mythos, batch 32: 1.900",
+        "weights over hf_llama: 0.300",
+    ]
+
+
+def test_exits_run_the_depths_that_were_drawn(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed runs all loops of every token; with exits each runs its own, the prompt's too."""
+    base = {"d_model": 32, "n_heads": 2, "vocab_size": 64, "seq_len": 16, "n_prelude": 0, "n_core": 1, "n_coda": 0}
+    config = validate(ModelConfig, base | {"n_loops": 4, "inject": "concat"})
+    model, readers = peers.loaded(config, torch.float32), []
+
+    class Watched(peers.ExitReader):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            readers.append(self)
+
+    monkeypatch.setattr(peers, "ExitReader", Watched)
+    prompts_BT, trace = torch.arange(8).view(2, 4), peers.depth_trace(2, 7, 4, 2.5)
+    for mode in peers.MODES:
+        timing = peers.ours(model, prompts_BT, 3, mode=mode, trace=trace, dtype=torch.float32)
+        assert (timing.rows, timing.n_new) == (2, 3) and 0 < timing.first_s < timing.seconds
+    assert len(readers) == 2
+    for reader in readers:
+        assert torch.equal(reader.depths_BT(), trace.depths_BT[:, :6])
+
+
+@pytest.mark.parametrize("mean", [1.0, 4.9, 8.0])
+def test_the_depths_have_the_mean_that_is_asked_for(peers: ModuleType, mean: float) -> None:
+    depths_BT = peers.depth_trace(32, 128, 8, mean).depths_BT
+    assert depths_BT.shape == (32, 128) and 1 <= depths_BT.min() <= depths_BT.max() <= 8
+    assert depths_BT.double().mean() == pytest.approx(mean, abs=0.1)
+    assert torch.equal(depths_BT, peers.depth_trace(32, 128, 8, mean).depths_BT)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--peers", "hf_llama,vllm"], "unknown vllm. Allowed: hf_llama, open_mythos, x_transformers"),
+        (["--batch", "1,0"], "--batch 1,0: whole numbers from 1"),
+        (["--new-tokens", "1"], "--new-tokens at least 2"),
+        (["--shape", "mini/dense"], "a core without prelude and coda"),
+        (["--shape", "engine/d51"], "engine/d51"),
+        (["--prompt-tokens", "1000"], "1064 tokens do not fit the context of 1024"),
+        (["--mean-depth", "9"], "from 1 to n_loops=8"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+    ],
+)
+def test_it_refuses_what_it_cannot_do(
+    peers: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        peers.main(options)
+    assert refused.value.code == 2
+    assert why in capsys.readouterr().err
