@@ -65,6 +65,7 @@ class ExitTest:
     def __init__(self, model: RecurrentLM, bounds: Bounds) -> None:
         self.model, self.bounds, self.n_loops = model, bounds, len(bounds.thresholds)
         self.threshold_R = torch.tensor(bounds.thresholds, dtype=torch.float64, device=model.embed.weight.device)
+        self._rounded_R = self.threshold_R
 
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
@@ -77,12 +78,17 @@ class ExitTest:
         score_N, own = self.score(seen, tuple(own))
         bounds, loop = self.bounds, seen.loop
         # The threshold is rounded as the score is, once: fp32 at least.
-        fires_N = score_N < self.threshold_R.to(score_N.dtype)[loop - 1]
+        fires_N = score_N < self._thresholds(score_N.dtype)[loop - 1]
         if bounds.min_loops > 1:
             fires_N = fires_N & (torch.as_tensor(loop, device=fires_N.device) + bounds.horizon >= bounds.min_loops)
         leaves_N = due_N if bounds.horizon else fires_N
         last = torch.as_tensor(loop, device=fires_N.device) >= bounds.max_loops
         return leaves_N | last, score_N, (fires_N, *own)
+
+    def _thresholds(self, dtype: torch.dtype) -> Tensor:
+        if self._rounded_R.dtype != dtype:
+            self._rounded_R = self.threshold_R.to(dtype)
+        return self._rounded_R
 
     def begin(self, h_ND: Tensor, where: Where) -> Kept:
         """What the score needs of the loop before the first."""

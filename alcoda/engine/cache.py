@@ -193,23 +193,23 @@ class RowStore:
     own.
 
     Args:
-        spans: of the rows' texts.
-        positions: of the tokens in them.
-        slots: by stage, the slot of each row; a stage that is not named has one.
+        ends: where each row's text begins in the arena, and ends behind the row's token.
+        pos_W1: positions of the tokens in their texts.
+        at_W: the tokens' places in the arena.
+        slots: by stage, the slot of each row, as numbers and as a tensor; a stage that is not named has one.
     """
 
     decodes: ClassVar[bool] = True
 
     def __init__(
-        self, arena: Arena, spans: Sequence[Span], positions: Sequence[int], slots: dict[str, Sequence[int]]
+        self,
+        arena: Arena,
+        ends: Sequence[tuple[int, int]],
+        pos_W1: Tensor,
+        at_W: Tensor,
+        slots: dict[str, tuple[Sequence[int], Tensor]],
     ) -> None:
-        self.arena, self.n_tokens = arena, 1
-        self.ends = [(span.start, span.start + at + 1) for span, at in zip(spans, positions, strict=True)]
-        device = next(iter(arena.kv.values())).device if arena.kv else torch.device("cpu")
-        self.pos_W1 = torch.tensor(positions, device=device)[:, None]
-        self.at_W = torch.tensor([stop - 1 for _, stop in self.ends], device=device)
-        self.slots = slots
-        self._slots_W = {stage: torch.tensor(at, device=device) for stage, at in slots.items()}
+        self.arena, self.n_tokens, self.ends, self.pos_W1, self.at_W, self.slots = arena, 1, ends, pos_W1, at_W, slots
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -224,20 +224,23 @@ class RowStore:
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> RowKeys:
         """As `KeyStore.write`, each row in its slot of the stage, whatever loop is named."""
         stage, layer, _ = slot
-        both, slots_W = self.arena.kv[stage][:, layer], self._slots_W.get(stage)
-        for kv, x_BGTK in zip(both, (k_BGTK, v_BGTK), strict=True):
-            if slots_W is None:
+        (k_slots, v_slots), slots = self.arena.kv[stage][:, layer], self.slots.get(stage)
+        for kv, x_BGTK in ((k_slots, k_BGTK), (v_slots, v_BGTK)):
+            if slots is None:
                 kv[0][:, self.at_W] = x_BGTK[:, :, 0].transpose(0, 1).to(kv.dtype)
             else:
-                kv[slots_W, :, self.at_W] = x_BGTK[:, :, 0].to(kv.dtype)
-        return self.stored(slot)
+                kv[slots[1], :, self.at_W] = x_BGTK[:, :, 0].to(kv.dtype)
+        return self._rows(k_slots, v_slots, slots)
 
     def stored(self, slot: Slot) -> RowKeys:
         """All keys and values that each row may see."""
         stage, layer, _ = slot
-        k, v = self.arena.kv[stage][:, layer]
-        slots = self.slots.get(stage) or (0,) * len(self.ends)
-        rows = [(at, start, stop) for at, (start, stop) in zip(slots, self.ends, strict=True)]
+        k_slots, v_slots = self.arena.kv[stage][:, layer]
+        return self._rows(k_slots, v_slots, self.slots.get(stage))
+
+    def _rows(self, k: Tensor, v: Tensor, slots: tuple[Sequence[int], Tensor] | None) -> RowKeys:
+        places = slots[0] if slots is not None else (0,) * len(self.ends)
+        rows = [(at, start, stop) for at, (start, stop) in zip(places, self.ends, strict=True)]
         return RowKeys(
             [k[at : at + 1, :, start:stop] for at, start, stop in rows],
             [v[at : at + 1, :, start:stop] for at, start, stop in rows],

@@ -157,7 +157,7 @@ class Engine:
                 f"prompt and max_tokens are {n_cached} tokens, and the cache holds {self.runner.arena.n_tokens}: lower "
                 "max_tokens, or give the engine a larger cache (cache_tokens)"
             )
-        if request.cache.kind != self.options.cache.kind:
+        if request.cache is not None and request.cache.kind != self.options.cache.kind:
             raise UsageError(f"cache {request.cache.kind!r}: this engine keeps {self.options.cache.kind!r}")
         request.sampling.check(n_vocab)
         return self._check_loops(request)

@@ -205,7 +205,7 @@ class LM:
         """
         n_completions = sum(request.n for request in requests)
         options = Options(width=min(max(n_completions, 1), WIDTH)) if options is None else options
-        options = replace(options, cache=requests[0].cache)
+        options = replace(options, cache=requests[0].cache or options.cache)
         how: Any = {"dtype": self.loaded.dtype, "n_vocab": self.tokenizer.vocab_size}
         if refuses(self.model):
             return Alone(self.model, options, **how)

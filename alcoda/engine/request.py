@@ -11,7 +11,7 @@ import torch
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.cache import Span
 from alcoda.engine.sampling import GREEDY, Row, Sampling
-from alcoda.model.cache_policy import PER_LOOP, CachePolicy
+from alcoda.model.cache_policy import CachePolicy
 from alcoda.model.prefill import Prefill
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -34,7 +34,7 @@ class Request:
         prefill: how a model with a memory reads the prompt, where no rule is given; None: exactly.
         trace: whether to keep what each token goes through from loop to loop.
         row: which row of a recorded trace the prompt is, for a test that replays one.
-        cache: what a token leaves in the cache: that of the engine.
+        cache: what a token leaves in the cache, which the engine is to keep so; None: as it does.
         name: for its owner.
     """
 
@@ -49,7 +49,7 @@ class Request:
     prefill: Prefill | None = None
     trace: bool = False
     row: int = 0
-    cache: CachePolicy = PER_LOOP
+    cache: CachePolicy | None = None
     name: Any = None
 
 
@@ -109,6 +109,7 @@ class Completion:
     prompt_loops: list[int] = field(default_factory=list)
     # While it runs:
     span: Span | None = None
+    coda_per_loop: bool = False
     n_read: int = 0
     reader: Any = None
     head: Item | None = None

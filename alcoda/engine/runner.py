@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from alcoda.depth.exiting import Exits, pick_coda_keys
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.cache import Arena, RowStore, Span
+from alcoda.engine.packed import served
 from alcoda.engine.request import Completion, Item, Request, Step, filler
 from alcoda.engine.stats import Stopwatch
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
@@ -56,6 +57,26 @@ class Bank:
         return [] if self.parts is None else [part[rows_N] for part in self.parts]
 
 
+class Rows(NamedTuple):
+    """The rows of a launch.
+
+    Attributes:
+        items: their tokens, those that only fill it up included.
+        n_positions: more than the position of any.
+        rows_W: of the banks.
+        loops_W: that each has run.
+        ids_W1: token ids.
+        store: where their keys go.
+    """
+
+    items: Sequence[Item]
+    n_positions: int
+    rows_W: Tensor
+    loops_W: Tensor
+    ids_W1: Tensor
+    store: RowStore
+
+
 class Runner:
     """Runs launches of one model.
 
@@ -80,7 +101,8 @@ class Runner:
         n_rows: int,
         policy: CachePolicy = PER_LOOP,
     ) -> None:
-        self.model, self.n_loops, self.width, self.fill, self.dtype = model, n_loops, width, fill, dtype
+        self.n_loops, self.width, self.fill, self.dtype = n_loops, width, fill, dtype
+        self.model = served(model, dtype)
         self.device = model.embed.weight.device
         held = dtype if dtype == torch.bfloat16 else model.embed.weight.dtype
         self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, policy=policy)
@@ -93,7 +115,6 @@ class Runner:
         self.kept: dict[ExitTest, Bank] = {}
         self.filler = filler()
         self.in_model = Stopwatch()
-        self._shape: tuple[int, int] = (0, 0)
         self._rotation: Rotation | None = None
         self._n_turned = 0
 
@@ -107,8 +128,9 @@ class Runner:
         """Make ready to read a prompt into the completion's span."""
         assert completion.span is not None
         reader = self.reader(completion.request, completion.n_loops, completion.span.stop - completion.span.start)
+        completion.coda_per_loop = reads_every_loop(completion.request.test)
         slots = self.arena.slots(completion.span)
-        if not self.per_loop_coda(completion):
+        if not completion.coda_per_loop:
             # The reader writes the coda's keys at whatever loop it reads out; all are one slot.
             last = [slot for slot in slots if slot[0] == CODA]
             slots |= {(stage, layer, loop): slots[stage, layer, 0] for stage, layer, _ in last for loop in self._loops}
@@ -125,12 +147,6 @@ class Runner:
     @property
     def _loops(self) -> range:
         return range(self.n_loops)
-
-    @staticmethod
-    def per_loop_coda(completion: Completion) -> bool:
-        """Whether the coda reads tokens of this text with keys of each loop."""
-        test = completion.request.test
-        return test is not None and pick_coda_keys(test, None) == "per_loop"
 
     def read(self, completion: Completion, start: int, stop: int) -> Tensor:
         """Read a piece of a prompt; logits of the token after it, [1, V]."""
@@ -157,14 +173,11 @@ class Runner:
         """All before the first loop of some tokens; each is given a row."""
         for item in items:
             item.row = self.free_rows.pop()
-        filled = self._filled(items)
-        store = self._store(filled)
-        ids_W1 = torch.tensor([[item.token] for item in filled], device=self.device)
+        rows = self._rows(items)
         with self.passes(), self.in_model:
-            begun, state = self.model.begin(ids_W1, self.n_loops, memory_BTD=self._memories(filled), store=store)
-        n = len(items)
-        rows_N = torch.tensor([item.row for item in items], device=self.device)
-        self._shape = len(state.kept), len(state.route)
+            memory_BTD = self._memories(rows.items)
+            begun, state = self.model.begin(rows.ids_W1, self.n_loops, memory_BTD=memory_BTD, store=rows.store)
+        n, rows_N = len(items), rows.rows_W[: len(items)]
         self.state.put(rows_N, [x[:n] for x in (state.h_BTD, *state.kept)])
         # A state that comes of the anchor is in the type of the stream from its first loop on.
         self.anchor.put(rows_N, [begun.e_BTD[:n], begun.early_BTD[:n]] if self.carries else [begun.e_BTD[:n]])
@@ -180,18 +193,15 @@ class Runner:
 
     def loop(self, items: Sequence[Item]) -> list[bool]:
         """Run a loop of tokens at any loops; which of them leave. Those that do have their keys copied deeper."""
-        filled = self._filled(items)
-        rows_W = torch.tensor([item.row for item in filled], device=self.device)
-        loops_W = torch.tensor([item.loops for item in filled], device=self.device)
-        store = self._store(filled)
+        rows = self._rows(items)
         with self.passes():
-            context = self.model.keys.resume(self._context(filled, rows_W, store), store.stored)
-            before, anchor = self._state(rows_W), self.anchor.take(rows_W)
+            context = self.model.keys.resume(self._context(rows), rows.store.stored)
+            before, anchor = self._state(rows.rows_W), self.anchor.take(rows.rows_W)
             with self.in_model:
-                state = self.model.run_loop(before, anchor[0], loops_W, context)
+                state = self.model.run_loop(before, anchor[0], rows.loops_W, context)
             n = len(items)
-            self.state.put(rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
-            leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], loops_W[:n])
+            self.state.put(rows.rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
+            leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], rows)
         if self.policy.averages and self.model.config.keys.own_keys:
             self._average(items, leaves)
         self._copy(items, leaves)
@@ -212,28 +222,26 @@ class Runner:
             n_N = torch.tensor([items[i].loops + 1 for i in out], device=self.device)[:, None, None, None, None]
             self.arena.replace(CORE, [places[i] for i in out], sum_N[out] / n_N)
 
-    def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, loops_N: Tensor) -> list[bool]:
+    def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, rows: Rows) -> list[bool]:
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
+        ran_N, all_N = rows.loops_W[: len(items)] + 1, rows.rows_W[: len(items)]
         for test, group in _by_test(items):
-            index_N = torch.tensor([i for i, _ in group], device=self.device)
-            whole = len(group) == len(items)
-            rows_N = torch.tensor([item.row for _, item in group], device=self.device)
+            # Mostly all tokens have one rule.
+            some = None if len(group) == len(items) else torch.tensor([i for i, _ in group], device=self.device)
+            rows_N = all_N if some is None else all_N[some]
             found: list[tuple[Tensor, Tensor | None]] = []
 
             def logits(group: Sequence[tuple[int, Item]] = group, found: list[Any] = found) -> Tensor:
                 found.append(self.read_out([item for _, item in group], [item.loops for _, item in group]))
                 return found[0][0]
 
-            seen = Seen(
-                (loops_N if whole else loops_N[index_N]) + 1,
-                before_ND if whole else before_ND[index_N],
-                after_ND if whole else after_ND[index_N],
-                logits,
-            )
+            told = (ran_N, before_ND, after_ND)
+            loop_N, from_ND, to_ND = told if some is None else (x[some] for x in told)
+            seen = Seen(loop_N, from_ND, to_ND, logits)
             bank = self.kept[test]
             leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N)))
             bank.put(rows_N, kept)
-            if not found and CODA in self.arena.kv and self.per_loop_coda(group[0][1].completion):
+            if not found and CODA in self.arena.kv and group[0][1].completion.coda_per_loop:
                 logits()  # a recorded trace: those after it read the coda's keys of this loop
             for n, ((i, item), out) in enumerate(zip(group, leaves_N.tolist(), strict=True)):
                 leaves[i] = leaves[i] or out
@@ -244,7 +252,7 @@ class Runner:
     def _copy(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
         out = [item for item, leaves_here in zip(items, leaves, strict=True) if leaves_here]
         self.arena.copy_deeper(CORE, [(self._core_slot(item), _at(item)) for item in out])
-        per_loop = [(item.loops, _at(item)) for item in out if self.per_loop_coda(item.completion)]
+        per_loop = [(item.loops, _at(item)) for item in out if item.completion.coda_per_loop]
         self.arena.copy_deeper(CODA, per_loop)
 
     def read_out(self, items: Sequence[Item], loops: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -254,14 +262,12 @@ class Runner:
             loops: after which loop (from 0) each is read out, whose slot of the coda's keys is used where there is one
                 for each.
         """
-        filled, n = self._filled(items), len(items)
-        rows_W = torch.tensor([item.row for item in filled], device=self.device)
-        store = self._store(filled, [*loops, *[0] * (len(filled) - n)])
+        rows, n = self._rows(items, loops), len(items)
         with self.passes():
-            context = self._context(filled, rows_W, store)
-            e_BTD, *early = self.anchor.take(rows_W)
+            context = self._context(rows)
+            e_BTD, *early = self.anchor.take(rows.rows_W)
             begun = Begun(self.n_loops, e_BTD, early[0] if early else e_BTD, context, context)
-            state = self._state(rows_W)
+            state = self._state(rows.rows_W)
             with self.in_model:
                 out = self.model.read_out(begun, state, 0)
                 logits_NV = self.model.logits(out.y_BTD[:, 0])[:n]
@@ -308,18 +314,30 @@ class Runner:
 
     # -- parts of a launch --------------------------------------------------------------------------------------------
 
-    def _filled(self, items: Sequence[Item]) -> Sequence[Item]:
-        return [*items, *[self.filler] * (self.width - len(items))] if self.fill else items
-
-    def _store(self, items: Sequence[Item], coda_loops: Sequence[int] | None = None) -> RowStore:
-        slots: dict[str, Sequence[int]] = {}
-        if CORE in self.arena.kv:
-            slots[CORE] = [self._core_slot(item) for item in items]
-        if coda_loops is not None and CODA in self.arena.kv:
-            per_loop = [item is not self.filler and self.per_loop_coda(item.completion) for item in items]
-            slots[CODA] = [loop if by_loop else 0 for loop, by_loop in zip(coda_loops, per_loop, strict=True)]
-        spans = [self._span(item) for item in items]
-        return RowStore(self.arena, spans, [item.position for item in items], slots)
+    def _rows(self, items: Sequence[Item], coda_loops: Sequence[int] = ()) -> Rows:
+        """The rows of a launch; ``coda_loops``: as of `read_out`."""
+        n_filling = self.width - len(items) if self.fill else 0
+        filled = [*items, *[self.filler] * n_filling] if n_filling else items
+        starts = [self._span(item).start for item in filled]
+        positions = [item.position for item in filled]
+        ends = [(start, start + at + 1) for start, at in zip(starts, positions, strict=True)]
+        core = [self._core_slot(item) for item in filled]
+        loops = [*coda_loops, *[0] * (len(filled) - len(coda_loops))]
+        coda = [loop if item.completion.coda_per_loop else 0 for loop, item in zip(loops, filled, strict=True)]
+        # All numbers of a launch in one tensor: making seven takes as long as a small layer.
+        lines = [
+            [item.row for item in filled],
+            [item.loops for item in filled],
+            [item.token for item in filled],
+            positions,
+            [stop - 1 for _, stop in ends],
+            core,
+            coda,
+        ]
+        rows_W, loops_W, ids_W, pos_W, at_W, core_W, coda_W = torch.tensor(lines, device=self.device).unbind()
+        slots: dict[str, tuple[Sequence[int], Tensor]] = {CORE: (core, core_W), CODA: (coda, coda_W)}
+        store = RowStore(self.arena, ends, pos_W[:, None], at_W, slots)
+        return Rows(filled, max(positions) + 1, rows_W, loops_W, ids_W[:, None], store)
 
     def _core_slot(self, item: Item) -> int:
         """Of the loop that a token runs next."""
@@ -328,19 +346,19 @@ class Runner:
     def _span(self, item: Item) -> Span:
         return self.arena.filling if item is self.filler else _span(item)
 
-    def _context(self, items: Sequence[Item], rows_W: Tensor, store: RowStore) -> Context:
+    def _context(self, rows: Rows) -> Context:
         """Of a loop, or of the coda; as `RecurrentLM.begin` makes it."""
-        ids_W1 = torch.tensor([[item.token] for item in items], device=self.device)
-        views = of_windows(RowsView(store.pos_W1), self.windows)
-        recall = self.recall.take(rows_W)
+        pos_W1 = rows.store.pos_W1
+        recall = self.recall.take(rows.rows_W)
         told = Recall(recall[0], recall[1], tuple(recall[2:])) if recall else None
-        return Context(ids_W1, views, self._turned(store.pos_W1), store, n_tokens=1, recall=told)
+        rotation = self._turned(pos_W1, rows.n_positions)
+        views = of_windows(RowsView(pos_W1), self.windows)
+        return Context(rows.ids_W1, views, rotation, rows.store, n_tokens=1, recall=told)
 
-    def _turned(self, pos_W1: Tensor) -> Rotation | None:
+    def _turned(self, pos_W1: Tensor, n_positions: int) -> Rotation | None:
         """The rotation at some positions, from a table: making it anew costs as much as a small layer."""
-        n_needed = int(pos_W1.max()) + 1
-        if n_needed > self._n_turned:
-            self._n_turned = max(2 * self._n_turned, n_needed, 256)
+        if n_positions > self._n_turned:
+            self._n_turned = max(2 * self._n_turned, n_positions, 256)
             dtype = self.dtype if self.dtype == torch.bfloat16 else self.model.embed.weight.dtype
             self._rotation = self.model.position.rotation(torch.arange(self._n_turned, device=self.device), dtype)
         if self._rotation is None:
@@ -368,6 +386,11 @@ class Runner:
             rows.append(carried_LD)
         carried_BLD = torch.stack(rows)
         return self.model.memory.recall(torch.cat([carried_BLD, carried_BLD[:, :1]], 1))
+
+
+def reads_every_loop(test: ExitTest | None) -> bool:
+    """Whether the coda reads a text with keys of each loop."""
+    return test is not None and pick_coda_keys(test, None) == "per_loop"
 
 
 def _span(item: Item) -> Span:

@@ -112,10 +112,18 @@ class TiedHead(nn.Module):
     def weight_VD(self, embed: nn.Embedding) -> Tensor:
         return embed.weight
 
+    def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
+        """``[B, T, V]``, before the cap."""
+        return F.linear(y_BTD, self.weight_VD(embed))
+
 
 class UntiedHead(nn.Linear):
     def weight_VD(self, embed: nn.Embedding) -> Tensor:
         return self.weight
+
+    def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
+        """As `TiedHead.logits`."""
+        return F.linear(y_BTD, self.weight)
 
 
 class SoftCap(Choice, axis="soft_cap"):

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +73,7 @@ class RecurrentLM(nn.Module):
 
     def logits(self, y_BTD: Tensor) -> Tensor:
         """The head: ``[B, T, V]`` of a read-out's ``y_BTD``."""
-        return self.soft_cap(F.linear(y_BTD, self.head_weight_VD))
+        return self.soft_cap(self.head.logits(y_BTD, self.embed))
 
     def forward(self, ids_BT: Tensor, n_loops: int | None = None, **how: Any) -> Tensor:
         """Logits ``[B, T, V]`` after ``n_loops`` loops (the config's where None); other arguments as `readouts`."""
