@@ -6,6 +6,7 @@ not, a completion ends, a request failed and the others go on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -110,13 +111,14 @@ class Engine:
         self.running: set[Completion] = set()
         self.stats = Stats()
         self._times = {kind: LaunchTime() for kind in ("core", "coda")}
+        self._arrived: deque[Completion] = deque()
         self._cancelled: list[Completion] = []
         self._changed: dict[Completion, None] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> list[Completion]:
-        """Ask for a request's completions; they run as `step` is called.
+        """Ask for a request's completions; they run as `step` is called. Safe from other threads.
 
         Raises:
             UsageError: what cannot be: no prompt, ids that there are not, more than the context or the cache holds, a
@@ -124,8 +126,7 @@ class Engine:
         """
         n_loops = self.check(request)
         made = [Completion(request, stream, n_loops) for stream in range(request.n)]
-        for completion in made:
-            self.scheduler.add(completion)
+        self._arrived.extend(made)
         return made
 
     def check(self, request: Request) -> int:
@@ -184,6 +185,8 @@ class Engine:
         """One launch; the completions that have a new token or have ended, None where there is nothing to do."""
         began = perf_counter()
         self._changed = {}
+        while self._arrived:
+            self.scheduler.add(self._arrived.popleft())
         self._cancel()
         free = self.places - len(self.running)
         for completion in self.scheduler.admit(lambda one: self.runner.arena.reserve(one.n_tokens), free):
@@ -214,6 +217,11 @@ class Engine:
         with self.runner.passes():
             while (changed := self.step()) is not None:
                 yield changed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._arrived or self._cancelled) or not self.scheduler.is_idle
 
     def check_idle(self) -> None:
         """AssertionError where something is still held once all is done."""

@@ -1,0 +1,131 @@
+"""An engine that runs in a thread of its own, for callers that wait: `asyncio`, a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import torch
+
+from alcoda.engine.engine import Engine
+from alcoda.engine.request import Completion, Request
+
+Listener = Callable[[Completion], None]
+"""Is told, in the engine's thread, that a completion has new tokens or has ended."""
+
+
+class Background:
+    """Runs an engine while there is work, and sleeps while there is none.
+
+    >>> with Background(engine) as background:
+    ...     async for completion in background.stream(request):
+    ...         print(completion.tokens[-1].token)
+
+    Attributes:
+        failure: what ended the thread, if anything did; all that was running has ended with it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._listeners: dict[Completion, Listener] = {}
+        self._change = threading.Condition()
+        self._stops = False
+        self._thread = threading.Thread(target=self._work, name="alcoda-engine", daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are worked on."""
+        return self._thread.is_alive() and self.failure is None
+
+    def submit(self, request: Request, listener: Listener) -> list[Completion]:
+        """Ask for a request's completions, from any thread.
+
+        Raises:
+            UsageError: as `Engine.submit`.
+            RuntimeError: the thread has ended.
+        """
+        with self._change:
+            if self._stops or not self.is_alive:
+                raise RuntimeError("the engine has stopped")
+            made = self.engine.submit(request)
+            self._listeners |= dict.fromkeys(made, listener)
+            self._change.notify()
+        return made
+
+    def cancel(self, completion: Completion) -> None:
+        """End a completion before the next launch, from any thread."""
+        with self._change:
+            self.engine.cancel(completion)
+            self._change.notify()
+
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """The request's completions, each whenever it has new tokens or has ended; they are cancelled where the caller
+        leaves before that."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Completion]()
+
+        def tell(completion: Completion) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, completion)
+
+        made = self.submit(request, tell)
+        running = set(made)
+        try:
+            while running:
+                completion = await queue.get()
+                ended = completion.finish is not None
+                if ended and completion not in running:
+                    continue  # it was told of more than once
+                if ended:
+                    running.discard(completion)
+                yield completion
+        finally:
+            for completion in running:
+                self.cancel(completion)
+
+    def stop(self, drain: bool = False) -> None:
+        """End the thread; with ``drain`` once all that runs has ended, else all of it is cancelled."""
+        with self._change:
+            self._stops = True
+            if not drain:
+                for completion in list(self._listeners):
+                    self.engine.cancel(completion)
+            self._change.notify()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            with torch.no_grad(), self.engine.runner.passes():
+                while self._wait():
+                    self._tell(self.engine.step() or [])
+        except BaseException as error:
+            self.failure = error
+            for completion in list(self._listeners):
+                completion.finish, completion.error = "error", f"the engine has stopped: {error}"
+                self._tell([completion])
+            raise
+
+    def _wait(self) -> bool:
+        """Until there is work; whether there is any more to come."""
+        with self._change:
+            while not self.engine.has_work:
+                if self._stops:
+                    return False
+                self._change.wait()
+        return True
+
+    def _tell(self, changed: list[Completion]) -> None:
+        for completion in changed:
+            ended = completion.finish is not None
+            with self._change:  # whoever asked has put its listener there by then
+                listener = self._listeners.pop(completion, None) if ended else self._listeners.get(completion)
+            if listener is not None:
+                listener(completion)
