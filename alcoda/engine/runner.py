@@ -108,7 +108,8 @@ class Runner:
         if test is None:
             reader = Reader(self.model, completion.n_loops, capacity, self.policy)
         else:
-            exits = Exits(test, pick_coda_keys(test, None), cache=self.policy, compact=True)
+            of_text = test.of_row(completion.request.row)
+            exits = Exits(of_text, pick_coda_keys(test, None), cache=self.policy, compact=True)
             reader = ExitReader(self.model, exits, capacity)
         slots = self.arena.slots(completion.span)
         if not self.per_loop_coda(completion):
