@@ -211,14 +211,19 @@ class Runner:
     def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, loops_N: Tensor) -> list[bool]:
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
         for test, group in _by_test(items):
-            index_N = torch.tensor([i for i, _ in group], device=self.device)
-            whole = len(group) == len(items)
+            # Where bits must not depend on the rows beside, a rule too is always asked of so many: its first once more.
+            n_more = self.width - len(group) if self.fill else 0
+            same_N = torch.tensor([*range(len(group)), *[0] * n_more], device=self.device)
+            index_N = torch.tensor([i for i, _ in group], device=self.device)[same_N]
+            whole = len(group) == len(items) and not n_more
             rows_N = torch.tensor([item.row for _, item in group], device=self.device)
             found: list[tuple[Tensor, Tensor | None]] = []
 
-            def logits(group: Sequence[tuple[int, Item]] = group, found: list[Any] = found) -> Tensor:
+            def logits(
+                group: Sequence[tuple[int, Item]] = group, found: list[Any] = found, same_N: Tensor = same_N
+            ) -> Tensor:
                 found.append(self.read_out([item for _, item in group], [item.loops for _, item in group]))
-                return found[0][0]
+                return found[0][0] if len(same_N) == len(group) else found[0][0][same_N]
 
             seen = Seen(
                 (loops_N if whole else loops_N[index_N]) + 1,
@@ -227,11 +232,11 @@ class Runner:
                 logits,
             )
             bank = self.kept[test]
-            leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N)))
-            bank.put(rows_N, kept)
+            leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N[same_N] if n_more else rows_N)))
+            bank.put(rows_N, [x[: len(group)] for x in kept])
             if not found and CODA in self.arena.kv and self.per_loop_coda(group[0][1].completion):
                 logits()  # a recorded trace: those after it read the coda's keys of this loop
-            for n, ((i, item), out) in enumerate(zip(group, leaves_N.tolist(), strict=True)):
+            for n, ((i, item), out) in enumerate(zip(group, leaves_N[: len(group)].tolist(), strict=True)):
                 leaves[i] = leaves[i] or out
                 if found and leaves[i]:
                     item.readout = found[0][0][n], None if found[0][1] is None else found[0][1][n]
