@@ -67,6 +67,10 @@ class ExitTest:
         self.threshold_R = torch.tensor(bounds.thresholds, dtype=torch.float64, device=model.embed.weight.device)
         self._rounded_R = self.threshold_R
 
+    def of_row(self, row: int) -> ExitTest:
+        """The test for a text that is read alone and is row ``row`` of what it was recorded on."""
+        return self
+
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
         due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)
@@ -116,6 +120,10 @@ class TraceTest(ExitTest):
         if deepest > n_loops:
             raise UsageError(f"exit trace: it has depths up to {deepest}, and {n_loops} loops run; run {deepest}")
         self.depths_BT, self.coda_keys = trace.depths_BT.to(model.embed.weight.device), trace.coda_keys
+
+    def of_row(self, row: int) -> ExitTest:
+        trace = Trace(self.depths_BT[row : row + 1], self.n_loops, self.coda_keys or "at_exit")
+        return TraceTest(self.model, self.bounds, trace)
 
     def begin(self, h_ND: Tensor, where: Where) -> Kept:
         n_rows, n_tokens = (int(at.max()) + 1 if len(at) else 0 for at in where)

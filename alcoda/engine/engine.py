@@ -107,7 +107,9 @@ class Engine:
         n_rows = self.places + options.width
         fill = options.deterministic
         self.runner = Runner(model, n_loops, n_tokens, options.width, dtype, fill, n_rows, options.cache)
-        self.scheduler = Scheduler(options.width, self._min_coda, self._piece_tokens, options.draft_loops)
+        self.scheduler = Scheduler(
+            options.width, self._min_coda, self._piece_tokens, options.draft_loops, options.refill
+        )
         self.running: set[Completion] = set()
         self.stats = Stats()
         self._times = {kind: LaunchTime() for kind in ("core", "coda")}

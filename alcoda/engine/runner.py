@@ -141,7 +141,9 @@ class Runner:
         """What reads the prompt of a request."""
         if request.test is None:
             return Reader(self.model, n_loops, n_tokens, self.policy)
-        exits = Exits(request.test, pick_coda_keys(request.test, None), cache=self.policy, compact=True)
+        exits = Exits(
+            request.test.of_row(request.row), pick_coda_keys(request.test, None), cache=self.policy, compact=True
+        )
         return ExitReader(self.model, exits, n_tokens)
 
     @property
@@ -226,24 +228,32 @@ class Runner:
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
         ran_N, all_N = rows.loops_W[: len(items)] + 1, rows.rows_W[: len(items)]
         for test, group in _by_test(items):
+            # Where bits must not depend on the rows beside, a rule too is always asked of so many: its first once more.
+            n_more = self.width - len(group) if self.fill else 0
+            index = [i for i, _ in group]
             # Mostly all tokens have one rule.
-            some = None if len(group) == len(items) else torch.tensor([i for i, _ in group], device=self.device)
+            some: Tensor | None = None
+            if n_more or len(group) < len(items):
+                some = torch.tensor([*index, *[index[0]] * n_more], device=self.device)
             rows_N = all_N if some is None else all_N[some]
             found: list[tuple[Tensor, Tensor | None]] = []
 
-            def logits(group: Sequence[tuple[int, Item]] = group, found: list[Any] = found) -> Tensor:
+            def logits(
+                group: Sequence[tuple[int, Item]] = group, found: list[Any] = found, n_more: int = n_more
+            ) -> Tensor:
                 found.append(self.read_out([item for _, item in group], [item.loops for _, item in group]))
-                return found[0][0]
+                of_group = found[0][0]
+                return torch.cat([of_group, of_group[:1].expand(n_more, -1)]) if n_more else of_group
 
             told = (ran_N, before_ND, after_ND)
             loop_N, from_ND, to_ND = told if some is None else (x[some] for x in told)
             seen = Seen(loop_N, from_ND, to_ND, logits)
             bank = self.kept[test]
             leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N)))
-            bank.put(rows_N, kept)
+            bank.put(rows_N[: len(group)], [x[: len(group)] for x in kept])
             if not found and CODA in self.arena.kv and group[0][1].completion.coda_per_loop:
                 logits()  # a recorded trace: those after it read the coda's keys of this loop
-            for n, ((i, item), out) in enumerate(zip(group, leaves_N.tolist(), strict=True)):
+            for n, ((i, item), out) in enumerate(zip(group, leaves_N[: len(group)].tolist(), strict=True)):
                 leaves[i] = leaves[i] or out
                 if found and leaves[i]:
                     item.readout = found[0][0][n], None if found[0][1] is None else found[0][1][n]

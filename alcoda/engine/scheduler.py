@@ -55,6 +55,7 @@ class Scheduler:
         min_coda: tokens that have left wait until they are so many, or until nothing else can run; asked each time.
         piece: length of the next piece of a prompt of which so many tokens are read.
         draft_loops: after how many loops the next token is drafted; None: never.
+        refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Scheduler:
         min_coda: Callable[[], int],
         piece: Callable[[Completion], int],
         draft_loops: int | None = None,
+        refill: bool = True,
     ) -> None:
-        self.width, self.min_coda, self.piece, self.draft_loops = width, min_coda, piece, draft_loops
+        self.width, self.min_coda, self.piece = width, min_coda, piece
+        self.draft_loops, self.refill = draft_loops, refill
         self.waiting: deque[Completion] = deque()
         self.reading: deque[Completion] = deque()
         self.ready: deque[Item] = deque()
@@ -133,8 +136,10 @@ class Scheduler:
     def next(self) -> Launch | None:
         """The next launch; None where nothing can run."""
         drafting = self._drafting()
-        can_read = bool(self.reading) and (self._may_read or not self.ready)
-        alone = not self.ready and not can_read
+        # Without refill a wave that has begun takes nobody in.
+        joins = not self.ready if self.refill else all(item.loops == 0 for item in self.ready)
+        can_read = bool(self.reading) and (joins or (self.refill and self._may_read))
+        alone = joins and not can_read
         if (self.leaving or drafting) and (alone or drafting or len(self.leaving) >= self.min_coda()):
             leaving, self.leaving = self.leaving[: self.width], self.leaving[self.width :]
             return Coda(leaving, drafting[: self.width - len(leaving)])
