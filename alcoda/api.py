@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from alcoda.bench import bench_engine
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.tiers import Tiers
+from alcoda.engine.bench import BenchResult
+from alcoda.engine.capacity import CapacityResult
+from alcoda.engine.capacity import capacity as _capacity
 from alcoda.engine.llm import LM, load
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import disk, read_json, write_json
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.caches import CachesResult
@@ -36,17 +40,20 @@ from alcoda.plugins import load as load_plugin
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
+from alcoda.training.device import DTYPES
 from alcoda.training.footprint import Footprint, footprint
 from alcoda.training.load import LoadedRun, load_run, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
 from alcoda.training.pack import Packed, pack
 from alcoda.training.recipe import Recipe, load_recipe
-from alcoda.training.run import RunFolder
+from alcoda.training.run import RunFolder, shipped
 
 __all__ = [
     "LM",
+    "BenchResult",
     "CachesResult",
+    "CapacityResult",
     "Catalogue",
     "EvalResult",
     "ExitResult",
@@ -64,7 +71,9 @@ __all__ = [
     "Sample",
     "Tiers",
     "TrainResult",
+    "bench_engine",
     "calibrate",
+    "capacity",
     "check_laws",
     "cost",
     "evaluate",
@@ -111,6 +120,36 @@ def cost(config: Recipe | ModelConfig, loops: int | None = None) -> Ledger:
     if isinstance(config, ModelConfig):
         return ledger(config, loops)
     raise UsageError(f"cost takes a Recipe or a ModelConfig, not {config!r}: alcoda.load_recipe(PATH) reads one")
+
+
+def capacity(
+    model: str | Path | LM | Recipe | ModelConfig,
+    memory_bytes: int,
+    loops: int | None = None,
+    lengths: Sequence[int] = (),
+    dtype: str = "bfloat16",
+    settings: Sequence[str] = (),
+    overlays: Sequence[str | Path] = (),
+) -> CapacityResult:
+    """How many requests fit into a memory beside the weights, with each decode cache.
+
+    Args:
+        model: a run, a recipe (or its name), or a bare model.
+        loops: that a token may run; ``n_loops`` where None.
+        lengths: tokens of a request, prompt and new ones; the whole context where empty.
+        dtype: of weights and cache, bfloat16 or float32.
+        settings, overlays: of a recipe that is named, as of `load_recipe`.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
+    if isinstance(model, str | Path):
+        is_run = Path(model).is_dir() or str(model) in shipped()
+        file = RunFolder.find(model).recipe_yaml if is_run else model
+        model = load_recipe(file, settings, overlays)
+    elif isinstance(model, LM):
+        model = model.recipe
+    config = model.model if isinstance(model, Recipe) else model
+    return _capacity(config, memory_bytes, loops, lengths, DTYPES[dtype])
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import cost_command, depth_commands, eval_command, lab_command, launch
+from alcoda import bench_command, cost_command, depth_commands, eval_command, lab_command, launch
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
 from alcoda.show import print_json, print_recipes, print_table, say
@@ -276,6 +276,8 @@ def quickstart(
 
 app.command(name="eval")(eval_command.evaluate)
 app.command()(cost_command.cost)
+app.command()(cost_command.capacity)
+app.add_typer(bench_command.app, name="bench")
 app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
 app.command()(depth_commands.calibrate)

@@ -1,4 +1,4 @@
-"""The command ``alcoda cost``. Thin, as all of `alcoda.cli`."""
+"""The commands ``alcoda cost`` and ``alcoda capacity``. Thin, as all of `alcoda.cli`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from alcoda.errors import UsageError
-from alcoda.options import Json, Plugin, Set, With
-from alcoda.show import print_footprint, print_json, print_ledger, print_match
+from alcoda.options import Json, Plugin, Set, With, parse_loops, parse_size
+from alcoda.show import print_capacity, print_footprint, print_json, print_ledger, print_match
 
 
 def cost(
@@ -96,3 +96,28 @@ def cost(
         if step is not None:
             print_footprint(step)
     print(f"convention: {found[0][1].convention}")
+
+
+def capacity(
+    model: Annotated[Path, typer.Argument(help="A run, or a recipe.", metavar="RUN|RECIPE")],
+    memory: Annotated[str, typer.Option(help="In all: 24GB, 24GiB, 512MB.", metavar="SIZE")],
+    settings: Set = None,
+    overlays: With = None,
+    loops: Annotated[int | None, typer.Option(help="That a token may run. Default: n_loops.")] = None,
+    tokens: Annotated[
+        str,
+        typer.Option(help="Of a request, prompt and new ones: 256,1024. Default: the context.", metavar="NUMBERS"),
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16 or float32.")] = "bfloat16",
+    plugin: Plugin = None,
+    as_json: Json = False,
+) -> None:
+    """How many requests of what length fit into a memory beside the weights, with each decode cache."""
+    from alcoda import api
+
+    lengths = parse_loops(tokens, "--tokens")
+    found = api.capacity(model, parse_size(memory), loops, lengths, dtype, settings or (), overlays or ())
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_capacity(found)

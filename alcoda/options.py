@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -74,12 +75,24 @@ def parse_tokens(text: str, option: str = "--tokens") -> int | None:
     return found
 
 
-def parse_loops(text: str) -> list[int]:
+def parse_loops(text: str, option: str = "--loops") -> list[int]:
     """``"1,2,4"`` as numbers."""
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
-        raise UsageError(f"--loops {text}: write whole numbers with commas between, for example 1,2,4,8") from None
+        raise UsageError(f"{option} {text}: write whole numbers with commas between, for example 1,2,4,8") from None
+
+
+def parse_size(text: str, option: str = "--memory") -> int:
+    """``24GB`` (10^9 bytes each), ``24GiB`` (2^30) or ``512MB`` as bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B\s*", text, re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{option} {text}: a size with its unit, as 24GB, 24GiB or 512MB")
+    number, unit, binary = found.groups()
+    size = round(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit.lower()) + 1))
+    if size < 1:
+        raise UsageError(f"{option} {text}: more than nothing, as 24GB, 24GiB or 512MB")
+    return size
 
 
 def parse_keep(text: str) -> tuple[str, int]:

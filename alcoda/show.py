@@ -258,6 +258,75 @@ def print_footprint(one: Any) -> None:
     print(one.assumptions)
 
 
+def print_bench(found: Any) -> None:
+    """A `BenchResult` as a table, and what it was of."""
+    rows = []
+    for one in found.scores:
+        drafts = f"{one.accepted / one.checked:.0%} of {one.checked:,}" if one.checked else ""
+        same = {None: "", True: f"as {one.same_tokens_as}", False: f"NOT as {one.same_tokens_as}"}
+        rows.append(
+            [
+                str(one.concurrency),
+                one.mode,
+                f"{one.tokens_per_s.median:,.1f}",
+                times(one.ratio),
+                f"{one.decode_tokens_per_s.median:,.1f}",
+                times(one.decode_ratio),
+                f"{one.bound:.2f}",
+                f"{one.decode_of_bound:.0%}",
+                f"{one.mean_loops:.2f}",
+                f"{sum(one.launches.values()):,}",
+                f"{one.mean_width.get('core', 0):.1f}",
+                drafts,
+                f"{one.overhead:.1%}",
+                f"{one.cache_bytes / 1e6:,.1f}",
+                f"{one.peak_memory_bytes / 1e6:,.0f}",
+                same[one.tokens_identical],
+            ]
+        )
+    head = ["at once", "mode", "tokens/s", "over fixed", "decoding", "over fixed", "bound", "of it", "loops"]
+    head += ["launches", "width", "drafts right", "overhead", "cache MB", "peak MB", "tokens"]
+    if all(one.tokens_identical is None for one in found.scores):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    machine = found.machine
+    title = (
+        f"{found.what}: prompts of {found.prompt_tokens} tokens and {found.tokens} new ones, {found.loops} loops, "
+        f"depths {found.depths}: mean {found.mean_depth:.2f}; {machine['name']}, {machine['threads']} threads, "
+        f"{machine['dtype']}"
+    )
+    print_table(head, rows, title, n_left=2)
+    print(f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB")
+    if found.simulated:
+        share = f"{found.acceptance:g}"
+        print(f"random weights: tokens are scripted, and the share of drafts that are right, {share}, is simulated")
+
+
+def times(ratio: Any) -> str:
+    """A `Spread` of ratios."""
+    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def print_capacity(found: Any) -> None:
+    """A `CapacityResult` as a table, and its assumptions."""
+    lengths = list(found.rooms[0].requests)
+    head = ["cache", "coda keys", "bytes/token", "tokens", *(f"requests of {n:,}" for n in lengths)]
+    rows = [
+        [
+            one.cache,
+            one.coda_keys,
+            f"{one.bytes_per_token:,}",
+            f"{one.n_tokens:,}",
+            *(f"{n:,}" for n in one.requests.values()),
+        ]
+        for one in found.rooms
+    ]
+    print_table(head, rows, f"{found.memory_bytes:,} bytes, weights {found.weights_bytes:,}; {found.dtype}", n_left=2)
+    loops = f"{found.loops} loop{'s' if found.loops > 1 else ''}"
+    print(f"at {loops}; a request is its prompt and its new tokens. Weights and cache alone are counted")
+    if found.keys == "anchor":
+        print("keys anchor: all loops read one slot, so every cache is the same")
+
+
 def gigabytes(n_bytes: int) -> str:
     """In 10^9 bytes, to 10 MB."""
     return f"{n_bytes / 1e9:,.2f}"

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,15 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["rng"])
     if state["cuda_rng"] and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"][0], device)
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """`peak_memory_bytes` counts from now on, where the system can do that (a GPU, Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

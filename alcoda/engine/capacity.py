@@ -1,0 +1,114 @@
+"""How many requests fit: what is left of a memory after the weights, in tokens of each cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from alcoda.engine.cache import bytes_per_token
+from alcoda.engine.engine import check_serves
+from alcoda.errors import UsageError
+from alcoda.model.cache_policy import PER_LOOP, CachePolicy, caches
+from alcoda.model.config import ModelConfig
+from alcoda.model.lm import RecurrentLM
+from alcoda.model.precision import hold_in
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """One cache.
+
+    Attributes:
+        cache: the kind of `alcoda.model.cache_policy.CachePolicy`.
+        coda_keys: at_exit, one slot for each coda layer; or per_loop, where an exit rule looks at logits after every
+            loop.
+        bytes_per_token: of all slots.
+        n_tokens: that there is room for, of all requests.
+        requests: by their length, how many there is room for at one time.
+    """
+
+    cache: str
+    coda_keys: str
+    bytes_per_token: int
+    n_tokens: int
+    requests: dict[int, int]
+
+
+@dataclass(frozen=True)
+class CapacityResult:
+    """What `capacity` found.
+
+    Attributes:
+        memory_bytes: in all.
+        weights_bytes: of it, as they are held for decoding.
+        loops: that a token may run.
+        seq_len: of the longest request.
+        dtype: of weights and cache.
+        keys: the axis ``keys`` of the model; with anchor keys all caches are one.
+    """
+
+    memory_bytes: int
+    weights_bytes: int
+    loops: int
+    seq_len: int
+    dtype: str
+    keys: str
+    rooms: tuple[CacheRoom, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def capacity(
+    config: ModelConfig, memory_bytes: int, loops: int | None, lengths: Sequence[int], dtype: torch.dtype
+) -> CapacityResult:
+    """How many requests of some lengths each cache of a model holds.
+
+    Args:
+        loops: the model's ``n_loops`` where None.
+        lengths: tokens of a request, prompt and new ones; the whole context where there are none.
+        dtype: bf16: of keys and of linear maps, all else in fp32 (as `alcoda.training.load.load_run` holds them).
+
+    Raises:
+        UsageError: a model that the engine does not serve, a length beyond its context, a memory that does not hold
+            the weights.
+    """
+    n_loops = config.check_loops(config.n_loops if loops is None else loops)
+    lengths = sorted(set(lengths)) or [config.seq_len]
+    for length in lengths:
+        if not 2 <= length <= config.seq_len:
+            raise UsageError(f"tokens={length}: of a request, from 2 (a prompt and one more) to {config.seq_len}")
+    with torch.device("meta"):
+        model = RecurrentLM(config)
+    check_serves(model)
+    if dtype != torch.float32:
+        hold_in(model, dtype)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if weights >= memory_bytes:
+        raise UsageError(f"memory of {memory_bytes:,} bytes: the weights alone take {weights:,}; more is needed")
+    rooms = []
+    for policy in _caches(config):
+        for coda_keys in ("at_exit", "per_loop") if config.n_coda and n_loops > 1 else ("at_exit",):
+            size = bytes_per_token(config, n_loops, dtype, coda_keys == "per_loop", policy)
+            # An arena has one token more than it gives away; of the last token that is drawn no keys are kept.
+            n_tokens = max((memory_bytes - weights) // size - 1, 0)
+            requests = {length: n_tokens // (length - 1) for length in lengths}
+            rooms.append(CacheRoom(policy.kind, coda_keys, size, n_tokens, requests))
+    name = str(dtype).removeprefix("torch.")
+    return CapacityResult(memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, tuple(rooms))
+
+
+def _caches(config: ModelConfig) -> list[CachePolicy]:
+    """Those that a model can have."""
+    found: list[CachePolicy] = [PER_LOOP]
+    for policy in caches().values():
+        try:
+            policy.check(config)
+        except UsageError:
+            continue
+        found += [policy] if policy != PER_LOOP else []
+    return found
