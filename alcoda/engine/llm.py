@@ -30,10 +30,6 @@ from alcoda.training.load import LoadedRun, load_run
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
 
 
-WIDTH = 32
-"""Tokens of a launch, at most, where nothing is said."""
-
-
 class PromptError(UsageError):
     """A prompt that does not fit: of many, the others may."""
 
@@ -203,8 +199,7 @@ class LM:
         Args:
             options: its cache is that of the requests; a ``cache_tokens`` that is not set is made to fit.
         """
-        n_completions = sum(request.n for request in requests)
-        options = Options(width=min(max(n_completions, 1), WIDTH)) if options is None else options
+        options = Options() if options is None else options
         options = replace(options, cache=requests[0].cache or options.cache)
         how: Any = {"dtype": self.loaded.dtype, "n_vocab": self.tokenizer.vocab_size}
         if refuses(self.model):

@@ -82,7 +82,7 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     in_bf16 = torch.bfloat16 in (dtype, weight.dtype)
     if weight.device.type != "cpu" or not in_bf16 or not is_there():
         return model
-    state = [(p.data_ptr(), p._version) for p in model.parameters()]
+    state = _state(model)
     found = _SERVED.get(model)
     if found is None or found[0] != state:
         packed = _packed(model)
@@ -91,11 +91,27 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     return found[1]
 
 
-def release(model: RecurrentLM) -> None:
-    """Drop the weights of which an engine reads its own layout: the model is of no other use then."""
+def release(model: RecurrentLM, dtype: torch.dtype) -> None:
+    """Drop the weights that the engine reads in its own layout: engines still run the model, nothing else can."""
+    packed = served(model, dtype)
+    if packed is model:
+        return
     for module in model.modules():
         if type(module) in (nn.Linear, HeldLinear):
             module.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+    _SERVED[model] = (_state(model), packed)
+
+
+def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
+    """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
+    packed = served(model, dtype)
+    own = {p.data_ptr(): p.numel() * p.element_size() for m in (model, packed) for p in m.parameters()}
+    laid_out = [m.laid_out for m in packed.modules() if isinstance(m, PackedLinear | PackedHead)]
+    return sum(own.values()) + sum(2 * x.numel() for x in laid_out)
+
+
+def _state(model: RecurrentLM) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
 def _packed(module: Any) -> Any:
