@@ -22,6 +22,7 @@ from rich.text import Text
 
 from alcoda import api
 from alcoda.data.prepare import Data, prepare
+from alcoda.engine.engine import Options
 from alcoda.errors import UsageError
 from alcoda.files import read_json
 from alcoda.measure.bigram import Bigram
@@ -111,6 +112,7 @@ def quickstart(
 
 
 SHOWN, PROMPT, TIER = "mini", "Once upon a time", "balanced"
+COMPLETIONS, DRAFT_LOOPS = 8, 2
 SHADES = ("#0b3c5d", "#14507a", "#1f6699", "#4a7f86", "#8a8a55", "#b98b3a", "#c96f2b", "#b5442a")
 """Grounds of a token, from the fewest loops to the most."""
 
@@ -119,7 +121,8 @@ def show_shipped(console: Console) -> dict[str, Any]:
     """A passage that the model of the package writes, each token coloured by its loops, and what leaving early costs.
 
     Returns:
-        ``name``, ``exit``, ``mean_loops`` and ``tokens_per_s`` of the passage, ``sufficient_loops`` of the frontier.
+        ``name``, ``exit``, ``mean_loops`` and ``tokens_per_s`` of the passage, ``engine_tokens_per_s`` of several texts
+        at one time, ``sufficient_loops`` of the frontier.
     """
     say, lm = console.print, api.load(SHOWN)
     say(
@@ -141,6 +144,12 @@ def show_shipped(console: Console) -> dict[str, Any]:
         f"  {sum(ran) / max(len(ran), 1):.2f} a token; " + ", ".join(f"{n}: {ran.count(n)}" for n in sorted({*ran}))
     )
     say(legend)
+    speeds = _speeds(lm)
+    fixed = speeds["fixed"]
+    say(
+        f"{COMPLETIONS} texts at one time, tokens/s: "
+        + ", ".join(f"{name} {speed:,.0f} ({speed / fixed:.2f} times)" for name, speed in speeds.items())
+    )
     found = api.frontier(lm, ["state"], points=4, max_tokens=4096)
     table = Table(
         "", "loops", "bits/byte", "of the loss", "FLOPs", title="what leaving early costs", title_justify="left"
@@ -159,8 +168,26 @@ def show_shipped(console: Console) -> dict[str, Any]:
         "exit": TIER,
         "mean_loops": sum(ran) / max(len(ran), 1),
         "tokens_per_s": round(len(ran) / seconds, 1),
+        "engine_tokens_per_s": {name: round(speed, 1) for name, speed in speeds.items()},
         "sufficient_loops": found.sufficient_loops,
     }
+
+
+def _speeds(lm: api.LM) -> dict[str, float]:
+    """Tokens/s of the engine on the same prompts: at fixed depth, leaving early, and with drafts as well; the better of
+    two turns each."""
+    ways: dict[str, dict[str, Any]] = {
+        "fixed": {},
+        "adaptive": {"exit": TIER},
+        "adaptive with drafts": {"exit": TIER, "engine": Options(draft_loops=DRAFT_LOOPS)},
+    }
+    found = dict.fromkeys(ways, 0.0)
+    for _ in range(2):
+        for name, how in ways.items():
+            lm.generate([PROMPT] * COMPLETIONS, max_tokens=48, temperature=0.7, ignore_eot=True, **how)
+            assert lm.stats is not None
+            found[name] = max(found[name], lm.stats["tokens_per_s"])
+    return found
 
 
 def _shade(loop: int, n_loops: int) -> str:
