@@ -189,9 +189,9 @@ def pack(
     keep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text of this split goes along, so much of each source: then it is measured where the corpora are "
-            "not. Repeatable.",
-            metavar="SPLIT=TOKENS",
+            help="Text of this split goes along, so much of each source or of one: then it is measured where the "
+            "corpora are not. Repeatable.",
+            metavar="SPLIT[/SOURCE]=TOKENS",
         ),
     ] = None,
     plugin: Plugin = None,

@@ -84,6 +84,9 @@ class Text:
     def notes(self, run: LoadedRun, n_units: int, n_bytes: int) -> list[str]:
         """What the reader should know of the numbers, of so many units and bytes scored."""
         told = [note for stream in self.streams.values() for note in stream.notes]
+        kept = run.run.kept(self.name)
+        if gone := [part.name for part in run.recipe.data.mix or () if kept and part.name not in kept]:
+            told.append(f"no text of {', '.join(map(str, gone))} went along with this model: give some with --data")
         if not run.recipe.model.route.causal_at_eval:
             told.append(
                 "the route looks at the whole text, also at what is predicted: these are not bits of a prediction"

@@ -19,7 +19,7 @@ from torch import Tensor
 from alcoda.data.prepare import prepare
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.record import fingerprint
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import read_json, whole_folder, write_json, write_text
 from alcoda.training import checkpoint
 from alcoda.training.device import DTYPES
@@ -67,7 +67,7 @@ def pack(
         dtype: of the weights: ``bfloat16`` or ``float32``.
         about: a Markdown file that the card quotes: what the data are, what the model is for, its limits.
         keep: splits whose text goes along, at most so many tokens of each source (``{"valid": 200_000}``): then it can
-            be measured where its corpora are not.
+            be measured where its corpora are not; ``"valid/NAME"``: of that source alone.
 
     Raises:
         UsageError: no run, no such checkpoint, ``out`` is not empty, an unknown dtype or split.
@@ -123,8 +123,16 @@ def _texts(run: RunFolder, tokenizer: Tokenizer, keep: Mapping[str, int]) -> dic
         return {}
     data, found = prepare(run.recipe().data, tokenizer), {}
     run.check_corpora(data)
-    for split, max_tokens in keep.items():
-        for source, stream in data.split(split).items():
+    for key, max_tokens in keep.items():
+        split, slash, only = key.partition("/")
+        streams = data.split(split)
+        if slash and only not in streams:
+            raise UsageError(
+                f"keep {key!r}: of the split {split!r} there is no source {only!r}{did_you_mean(only, streams)}"
+            )
+        for source, stream in streams.items():
+            if slash and source != only:
+                continue
             lines, left = [], max_tokens
             for ids_T in stream.documents():
                 raw = tokenizer.decode_bytes(ids_T[ids_T != tokenizer.eot][:left])

@@ -211,7 +211,28 @@ def test_text_goes_along_and_is_measured_where_the_corpus_is_not(
     assert alcoda.evaluate(few.path, [2]).n_bytes < before.n_bytes
     with pytest.raises(UsageError, match="split 'vaild': there is none"):
         pack(trained, tmp_path / "bad", keep={"vaild": 20})
+    with pytest.raises(UsageError, match="keep 'valid/words': of the split 'valid' there is no source 'words'"):
+        pack(trained, tmp_path / "bad", keep={"valid/words": 20})
     assert not (tmp_path / "bad").exists()
+
+
+def test_one_source_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALCODA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "words.txt").write_text("once upon a time there was a word\n<|endoftext|>\n" * 400)
+    words = {"corpus": f"text:{tmp_path / 'words.txt'}", "name": "words"}
+    hops = {"corpus": "hops:nodes=6,ends=2,hops=2,docs=300", "name": "hops"}
+    recipe: dict[str, Any] = {
+        "name": "two",
+        "model": MODEL,
+        "depth": "uniform",
+        "data": {"mix": [words, hops], "tokenizer": "byte"},
+        "train": {"steps": 2, "batch_size": 2},
+        "eval": {"tokens": 64, "loops": [1, 2]},
+    }
+    train(validate(Recipe, recipe), tmp_path / "run")
+    packed = pack(tmp_path / "run", tmp_path / "packed", keep={"valid/hops": 500})
+    assert set(RunFolder(packed.path).kept("valid")) == {"hops"}
+    assert "no text of words went along" in str(alcoda.evaluate(packed.path, [1]).note)
 
 
 def test_measurements_of_a_model_of_the_package_go_to_a_copy(
