@@ -211,8 +211,8 @@ def test_text_goes_along_and_is_measured_where_the_corpus_is_not(
     assert alcoda.evaluate(few.path, [2]).n_bytes < before.n_bytes
     with pytest.raises(UsageError, match="split 'vaild': there is none"):
         pack(trained, tmp_path / "bad", keep={"vaild": 20})
-    with pytest.raises(UsageError, match="keep 'valid/words': of the split 'valid' there is no source 'words'"):
-        pack(trained, tmp_path / "bad", keep={"valid/words": 20})
+    with pytest.raises(UsageError, match="keep 'valid/nouns': of the split 'valid' there is no source 'nouns'"):
+        pack(trained, tmp_path / "bad", keep={"valid/nouns": 20})
     assert not (tmp_path / "bad").exists()
 
 
