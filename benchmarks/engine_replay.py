@@ -1,11 +1,12 @@
-"""Whether the engine computes what replaying exits computes, and how many texts were compared. The last line is JSON.
+"""Whether the engine computes what replaying exits computes, on held-out texts. The last line is JSON.
 
-    python benchmarks/engine_replay.py RUN [--texts 1000] [--prompt 32] [--new 32] [--rule state] [--loops 8]
+    python benchmarks/engine_replay.py RUN [--texts 1000] [--prompt 64] [--new 32] [--rule state] [--loops 8]
 
-Held-out texts of RUN (its validation split) go through the engine in fp64, many at one time, with exits and the
-wavefront. Each is then replayed in one pass, as evaluation reads it (`alcoda.depth.replay`): the tokens that were drawn
-are the likeliest ones there, every token left after the same loop, and logits are equal to 1e-9. Thresholds lie between
-scores of the first texts, so that tokens leave at all loops, and decisions that a rounding could turn are counted.
+Held-out texts of RUN (of its validation split, prompts of 1 to 64 tokens) go through the engine in fp64, many at one
+time, with exits and the wavefront. Each is then replayed in one pass, as evaluation reads it (`alcoda.depth.replay`):
+the tokens that were drawn are the likeliest ones there, every token left after the same loop, and logits are equal to
+1e-9. Thresholds lie between scores of the first texts, so that tokens leave at all loops, and decisions that a rounding
+could turn are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from alcoda.depth.watch import ExitTest
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.request import Completion, Request, Step
 from alcoda.engine.sampling import Drawn, Row
+from alcoda.measure.text import streams_of
 from alcoda.model.lm import RecurrentLM
+from alcoda.training.load import LoadedRun, load_run
 
 ATOL = 1e-9
 """Of logits in fp64: sums are taken in another order."""
@@ -56,7 +59,7 @@ class Recorder(Engine):
 
 
 def between_scores(model: RecurrentLM, rule: ExitRule, ids_BT: Tensor, n_loops: int) -> ExitRule:
-    """The rule, at thresholds that leave about a third of the tokens at each loop in the loop no more."""
+    """The rule, at thresholds under which a third of the scores of some texts lie at each loop, where none leaves."""
     if not isinstance(rule, Scored):
         return rule
     scores_BTR = replay(model, ids_BT, rule, n_loops, scores=True).scores_BTR
@@ -107,12 +110,10 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from alcoda.training.load import load_run
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run, or the name of a model of the package")
     parser.add_argument("--texts", type=int, default=1000)
-    parser.add_argument("--prompt", type=int, default=32, metavar="TOKENS")
+    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--new", type=int, default=32, metavar="TOKENS")
     parser.add_argument("--rule", default="state", help="an exit rule with thresholds: they are chosen here")
     parser.add_argument("--loops", type=int, help="the model's own where not set")
@@ -122,8 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = load_run(options.run, device="cpu", dtype="float32")
     model = loaded.model.double()
     n_loops = model.config.n_loops if options.loops is None else options.loops
-    ids_NT = held_out(loaded, options.texts, options.prompt)
-    rule = between_scores(model, read_rule(options.rule), ids_NT[:32], n_loops)
+    prompts = held_out(loaded, options.texts, options.prompt)
+    longest = [prompt for prompt in prompts if len(prompt) == options.prompt][:32]
+    rule = between_scores(model, read_rule(options.rule), torch.tensor(longest), n_loops)
     test = rule.build(model, n_loops)
     how = Options(width=options.width, draft_loops=options.draft_loops)
     n_vocab = loaded.tokenizer.vocab_size
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     found = compare(
         engine,
-        ids_NT.tolist(),
+        prompts,
         options.new,
         test,
         lambda n: None if n % 100 else print(f"  {n} texts compared", flush=True),
@@ -140,9 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(found))
 
 
-def held_out(loaded: Any, n_texts: int, n_tokens: int) -> Tensor:
-    """The beginnings of the first rows of the validation split, [N, T]."""
-    raise NotImplementedError
+def held_out(loaded: LoadedRun, n_texts: int, n_tokens: int) -> list[tuple[int, ...]]:
+    """Beginnings of rows of the validation split, of its sources in turn, 1 to ``n_tokens`` tokens long."""
+    streams = list(streams_of(loaded, "valid").values())
+    found: list[tuple[int, ...]] = []
+    for row in range(n_texts):
+        for stream in streams:
+            if (row + 1) * n_tokens <= stream.n_tokens and len(found) < n_texts:
+                length = 1 + len(found) % n_tokens
+                found.append(tuple(stream.read(row * n_tokens, row * n_tokens + length).tolist()))
+    return found
 
 
 if __name__ == "__main__":

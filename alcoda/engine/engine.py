@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alcoda.depth.watch import Where
 from alcoda.engine.request import Completion, Finish, Item, Request, Token
 from alcoda.engine.runner import Runner
 from alcoda.engine.sampling import Drawn, Row, draw
@@ -124,7 +125,7 @@ class Engine:
 
         Raises:
             UsageError: what cannot be: no prompt, ids that there are not, more than the context or the cache holds, a
-                rule of another model.
+                rule of another model, a trace that is too short.
         """
         n_loops = self.check(request)
         made = [Completion(request, stream, n_loops) for stream in range(request.n)]
@@ -171,6 +172,11 @@ class Engine:
         n_loops = self.model.config.check_loops(asked if test is None or request.loops is not None else test.n_loops)
         if test is not None and (test.model is not self.model or test.n_loops != n_loops):
             raise UsageError(f"loops={n_loops}: the exit rule was built for another model, or for {test.n_loops} loops")
+        if test is not None:
+            # A recorded trace says here where it is too short, and not in a launch with others.
+            none_1D = torch.zeros(1, self.model.config.d_model, device=self.runner.device)
+            last = torch.tensor([len(request.prompt) + request.max_tokens - 2], device=self.runner.device)
+            test.of_row(request.row).start(none_1D, Where(torch.zeros_like(last), last))
         if n_loops > self.n_loops:
             raise UsageError(f"loops={n_loops}: this engine keeps keys of {self.n_loops} loops; ask for no more")
         self.runner.reader(request, n_loops, 1).check_prefill(request.prefill)
@@ -345,7 +351,12 @@ class Engine:
         completion.ids.append(drawn.token)
         self.stats.tokens += 1
         self._changed[completion] = None
-        if request.halt is not None and request.halt(completion, drawn.token):
+        try:
+            halts = request.halt is not None and request.halt(completion, drawn.token)
+        except Exception as error:  # it is the request's own, and no other's fault
+            self._end(completion, "error", f"halt: {type(error).__name__}: {error}")
+            return None
+        if halts:
             self._end(completion, "stop")
         elif len(completion.tokens) >= request.max_tokens:
             self._end(completion, "length")
@@ -364,6 +375,9 @@ class Engine:
             self.runner.arena.free(completion.span)
             completion.span = None
         self.running.discard(completion)
+        test = completion.request.test
+        if test is not None and all(one.request.test is not test for one in self.running):
+            self.runner.kept.pop(test, None)
 
     def _drop(self, items: list[Item]) -> None:
         for item in items:
