@@ -48,9 +48,10 @@ def engine(
     tokens: Annotated[int | None, typer.Option(help="New tokens of a request. Default: 64, or half a context.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Of a prompt. Default: the same.")] = None,
     rounds: Annotated[int, typer.Option(help="In each, every mode takes its turn.", min=1)] = 3,
-    draft_loops: Annotated[int, typer.Option(help="The wavefront drafts after so many loops.", min=1)] = 1,
+    draft_loops: Annotated[int, typer.Option(help="The wavefront drafts after so many loops.", min=1)] = 2,
     acceptance: Annotated[
-        float | None, typer.Option(help="Of a shape: the share of drafts that are right, simulated.")
+        float | None,
+        typer.Option(help="Of a shape: the share of drafts that are right, simulated. Default: a measured one."),
     ] = None,
     uniform: Annotated[
         int | None,
