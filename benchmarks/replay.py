@@ -1,6 +1,6 @@
 """What replaying exits costs in time, as ratios within one process, and the lab of one model. The last line is JSON.
 
-    python benchmarks/replay.py [--repeats 9] [--width 256] [--rows 8] [--lab mini]
+    python benchmarks/replay.py [--repeats 9] [--width 256] [--rows 8] [--lab mini] [--data text:FILE]
 
 A pass with exits over the plain pass of the same rows at 8 loops, logits included, with the elastic model and with
 anchor keys:
@@ -11,7 +11,8 @@ b. leaving: at thresholds under which a quarter of all scores lie at each loop, 
 c. kl: the KL rule at threshold 0, which takes coda and head after each loop. No target: the ledger's ratio beside it.
 
 Then `alcoda lab` as anyone would run it, page included: trajectories of at most 200,000 tokens of each source to 16
-loops, and the frontier of every rule on 20,000: within 600 s and 3 GB on two cores (--lab "" leaves it out).
+loops, and the frontier of every rule on 20,000: within 600 s and 3 GB on two cores (--lab "" leaves it out; --data: of
+another text than the model's own).
 
 Each comparison runs A B A B ... and takes the median over neighbouring pairs, with their quartiles beside it. On one
 thread (--threads 1) it reads the time that the process had of the CPU, which other work on the machine disturbs less.
@@ -105,13 +106,16 @@ def measured(config: ModelConfig, rows: int, dtype: torch.dtype, repeats: int) -
     return found
 
 
-def lab(run: str) -> dict[str, Any]:
+def lab(run: str, data: str | None) -> dict[str, Any]:
     """Seconds and the largest resident memory of ``alcoda lab RUN`` in a process and a folder of its own."""
     run = str(Path(run).resolve()) if Path(run).exists() else run
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "alcoda", "lab", run, "--json"], cwd=folder, stdout=subprocess.PIPE, check=True
+            [sys.executable, "-m", "alcoda", "lab", run, "--json", *(("--data", data) if data else ())],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            check=True,
         )
     seconds = time.perf_counter() - began
     said = json.loads(done.stdout.splitlines()[-1])
@@ -133,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--threads", type=int, help="torch's threads (its own choice where not set)")
     parser.add_argument("--lab", default="mini", metavar="RUN", help="a run, or the name of a model of the package")
+    parser.add_argument("--data", help="what the lab reads, as text:FILE; its validation split where not set")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -152,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for what, target in TARGETS.items()
         if by_what[what]["ratio"] > target
     ]
-    studied = lab(options.lab) if options.lab else {}
+    studied = lab(options.lab, options.data) if options.lab else {}
     if studied:
         print(
             f"lab of {studied['run']}: {studied['seconds']} s, {studied['peak_rss_mb']} MB at its largest", flush=True

@@ -246,13 +246,25 @@ def _attend_rows(
     q_WH1K: Tensor, k_W1GSK: Tensor | Sequence[Tensor], v_W1GSK: Tensor | Sequence[Tensor], view: RowsView
 ) -> Tensor:
     """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
-    CPU, and a row's result would depend on the longest."""
-    rows = []
-    for q_1H1K, k_1GSK, v_1GSK in zip(q_WH1K.split(1), k_W1GSK, v_W1GSK, strict=True):
-        if view.window is not None:
-            k_1GSK, v_1GSK = k_1GSK[:, :, -view.window :], v_1GSK[:, :, -view.window :]
-        rows.append(_attend_fused(q_1H1K, k_1GSK, v_1GSK, None))
+    CPU, and a row's result would depend on the longest. A GPU, which a launch a row would keep waiting, gathers them."""
+    seen = slice(None if view.window is None else -view.window, None)
+    k_rows, v_rows = ([x_1GSK[:, :, seen] for x_1GSK in rows] for rows in (k_W1GSK, v_W1GSK))
+    if q_WH1K.device.type != "cpu":
+        return attend_padded(q_WH1K, k_rows, v_rows)
+    rows = [_attend_fused(q, k, v, None) for q, k, v in zip(q_WH1K.split(1), k_rows, v_rows, strict=True)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def attend_padded(q_WH1K: Tensor, k_W1GSK: Sequence[Tensor], v_W1GSK: Sequence[Tensor]) -> Tensor:
+    """One query a row over keys of several lengths, in one call."""
+    lengths_W = torch.tensor([k.size(2) for k in k_W1GSK], device=q_WH1K.device)
+    longest = max(k.size(2) for k in k_W1GSK)
+    k_WGSK, v_WGSK = (
+        torch.cat([F.pad(x_1GSK, (0, 0, 0, longest - x_1GSK.size(2))) for x_1GSK in rows])
+        for rows in (k_W1GSK, v_W1GSK)
+    )
+    mask_WS = torch.arange(longest, device=q_WH1K.device) < lengths_W[:, None]
+    return _attend_fused(q_WH1K, k_WGSK, v_WGSK, mask_WS[:, None, None])
 
 
 def _attend_fused(

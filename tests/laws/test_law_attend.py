@@ -13,8 +13,8 @@ from alcoda.laws.attend import check_kernels
 from alcoda.laws.law import close
 from alcoda.laws.subject import make
 from alcoda.model import attention
-from alcoda.model.attention import EXPLICIT_MAX_TOKENS, attend, attend_naive
-from alcoda.model.keys import View
+from alcoda.model.attention import EXPLICIT_MAX_TOKENS, attend, attend_naive, attend_padded
+from alcoda.model.keys import RowKeys, RowsView, View
 
 Attend = Callable[[Tensor, Tensor, Tensor, View], Tensor]
 
@@ -216,3 +216,28 @@ def test_control_a_wrong_kernel_in_a_model_is_noticed(trains: bool, monkeypatch:
     monkeypatch.setattr(attention, "attend", wrong)
     with pytest.raises(AssertionError, match="in training" if trains else "at evaluation"):
         check_kernels(make(house(**GRT)), 3)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_of_several_lengths(heads: tuple[int, int], window: int | None) -> None:
+    """One token of each text over its own keys: row by row, in one padded call, and the naive way."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    lengths, width = (1, 7, 4), 8
+    q_WH1K = drawn(len(lengths), heads[0], 1, width)
+    keys = RowKeys([drawn(1, heads[1], n, width) for n in lengths], [drawn(1, heads[1], n, width) for n in lengths])
+    pos_W1 = torch.tensor([[n - 1] for n in lengths])
+    rows_WH1K = attend(q_WH1K, *keys, RowsView(pos_W1, window))
+    seen = slice(None if window is None else -window, None)
+    padded_WH1K = attend_padded(q_WH1K, *([x[:, :, seen] for x in rows] for rows in keys))
+    for i, n in enumerate(lengths):
+        view = View(pos_W1[i], torch.arange(n), None, None, False)
+        view = view if window is None else view.within(window)
+        naive = attend_naive(q_WH1K[i : i + 1], keys.k[i], keys.v[i], view)
+        assert torch.allclose(rows_WH1K[i : i + 1], naive, rtol=0, atol=1e-12)
+        assert torch.allclose(padded_WH1K[i : i + 1], naive, rtol=0, atol=1e-12)
+        assert n == 1 or not torch.allclose(naive, keys.v[i][:, :, -1:].repeat_interleave(heads[0] // heads[1], 1))
