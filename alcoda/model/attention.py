@@ -246,7 +246,7 @@ def _attend_rows(
     q_WH1K: Tensor, k_W1GSK: Tensor | Sequence[Tensor], v_W1GSK: Tensor | Sequence[Tensor], view: RowsView
 ) -> Tensor:
     """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
-    CPU, and a row's result would depend on the longest. A GPU, which a launch a row would keep waiting, gathers them."""
+    CPU, and a row's result would depend on the longest. A GPU, which a call a row would keep waiting, gathers them."""
     seen = slice(None if view.window is None else -view.window, None)
     k_rows, v_rows = ([x_1GSK[:, :, seen] for x_1GSK in rows] for rows in (k_W1GSK, v_W1GSK))
     if q_WH1K.device.type != "cpu":
