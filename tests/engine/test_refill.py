@@ -29,8 +29,7 @@ def trace_of(model: RecurrentLM, test: ExitTest, ended: list[Completion]) -> Tra
     return Trace(depths_BT, test.n_loops, pick_coda_keys(test, None))
 
 
-@pytest.mark.parametrize("kind", ["state", "kl"])
-@pytest.mark.parametrize("name", ["grt", "anchor", "memory"])
+@pytest.mark.parametrize(("name", "kind"), [("grt", "state"), ("grt", "kl"), ("anchor", "state"), ("memory", "state")])
 def test_refill_is_no_refill_is_the_trace(name: str, kind: str) -> None:
     model = small(**HOUSE[name])
     (test,) = exits_of(model, kind)

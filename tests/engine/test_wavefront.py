@@ -34,8 +34,9 @@ def often_right() -> RecurrentLM:
     return model
 
 
-@pytest.mark.parametrize("draft_loops", [1, 2])
-@pytest.mark.parametrize("fields", WITH_DRAFTS.values(), ids=WITH_DRAFTS)
+@pytest.mark.parametrize(
+    ("fields", "draft_loops"), [(f, 1 + i % 2) for i, f in enumerate(WITH_DRAFTS.values())], ids=WITH_DRAFTS
+)
 def test_with_drafts_is_without(fields: dict[str, Any], draft_loops: int) -> None:
     """Greedy and seeded, with penalties, at a fixed depth and with exits."""
     model = small(**fields)
