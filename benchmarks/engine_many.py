@@ -196,8 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = load_run(options.run, device="cpu", dtype="float32")
     model, n_vocab = loaded.model.double(), loaded.tokenizer.vocab_size
     n_loops = model.config.n_loops
-    prompts = held_out(loaded, options.pool, options.prompt)
-    texts = torch.tensor([p for p in held_out(loaded, 8 * options.prompt, options.prompt) if len(p) == options.prompt])
+    rows = held_out(loaded, options.pool, options.prompt)
+    prompts = [row[: 1 + i % options.prompt] for i, row in enumerate(rows)]
+    texts = torch.tensor(rows[:32])
     rules = [between_scores(model, read_rule(kind), texts, n_loops) for kind in ("state", "kl", "second_order")]
     pool = known(model, prompts, [None, *rules], n_loops, options.new, options.seed, n_vocab)
     print(f"  {len(pool)} requests decoded alone", flush=True)

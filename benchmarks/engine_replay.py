@@ -123,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = load_run(options.run, device="cpu", dtype="float32")
     model = loaded.model.double()
     n_loops = model.config.n_loops if options.loops is None else options.loops
-    prompts = held_out(loaded, options.texts, options.prompt)
-    longest = [prompt for prompt in prompts if len(prompt) == options.prompt][:32]
-    rule = between_scores(model, read_rule(options.rule), torch.tensor(longest), n_loops)
+    rows = held_out(loaded, options.texts, options.prompt)
+    rule = between_scores(model, read_rule(options.rule), torch.tensor(rows[:32]), n_loops)
+    prompts = [row[: 1 + i % options.prompt] for i, row in enumerate(rows)]
     test = rule.build(model, n_loops)
     how = Options(width=options.width, draft_loops=options.draft_loops)
     n_vocab = loaded.tokenizer.vocab_size
@@ -142,16 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(found))
 
 
-def held_out(loaded: LoadedRun, n_texts: int, n_tokens: int) -> list[tuple[int, ...]]:
-    """Beginnings of rows of the validation split, of its sources in turn, 1 to ``n_tokens`` tokens long."""
+def held_out(loaded: LoadedRun, n_texts: int, n_tokens: int) -> list[list[int]]:
+    """Rows of the validation split, from its sources in turn; fewer where it has not so many."""
     streams = list(streams_of(loaded, "valid").values())
-    found: list[tuple[int, ...]] = []
-    for row in range(n_texts):
-        for stream in streams:
-            if (row + 1) * n_tokens <= stream.n_tokens and len(found) < n_texts:
-                length = 1 + len(found) % n_tokens
-                found.append(tuple(stream.read(row * n_tokens, row * n_tokens + length).tolist()))
-    return found
+    found: list[list[int]] = []
+    row = 0
+    while len(found) < n_texts and any((row + 1) * n_tokens <= stream.n_tokens for stream in streams):
+        here = [stream for stream in streams if (row + 1) * n_tokens <= stream.n_tokens]
+        found += [stream.read(row * n_tokens, (row + 1) * n_tokens).tolist() for stream in here]
+        row += 1
+    return found[:n_texts]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Request:
         stop_ids: tokens that end it, not part of it.
         halt: is told of each token, and says whether the completion ends with it (a stop string).
         prefill: how a model with a memory reads the prompt, where no rule is given; None: exactly.
-        trace: whether to keep what each token goes through from loop to loop.
+        trace: whether to keep what each token goes through from loop to loop; then none is drafted.
         row: which row of a recorded trace the prompt is, for a test that replays one.
         cache: what a token leaves in the cache, which the engine is to keep so; None: as it does.
         name: for its owner.

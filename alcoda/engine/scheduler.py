@@ -175,6 +175,9 @@ class Scheduler:
     def _drafts_after(self, item: Item) -> bool:
         assert self.draft_loops is not None
         completion = item.completion
+        # What a trajectory tells of a loop is read with the coda's keys of tokens that have left: a draft's is not yet.
+        if completion.request.trace:
+            return False
         room = len(completion.request.prompt) + completion.request.max_tokens - 1
         # A draft of what would never be kept, or right before the token itself is certain, is of no use.
         return item.loops >= self.draft_loops and not (item.left or item.barren) and item.position + 1 < room

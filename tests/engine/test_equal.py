@@ -14,6 +14,7 @@ from engines import (
     alone,
     check_alone,
     check_same,
+    copy_wrongly,
     drive,
     engine_of,
     exits_of,
@@ -31,6 +32,8 @@ from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import prefills
 
 over_house = pytest.mark.parametrize("fields", HOUSE.values(), ids=HOUSE)
+SOME = ("grt", "window", "memory")
+over_some = pytest.mark.parametrize("fields", [HOUSE[name] for name in SOME], ids=SOME)
 PROMPT = (3, 41, 7, 7, 20, 63, 1)
 
 
@@ -120,7 +123,7 @@ def test_control_a_row_that_reads_its_neighbours_text_is_noticed(monkeypatch: py
 # -- depths (invariants 3, 8) -----------------------------------------------------------------------------------------
 
 
-@over_house
+@over_some
 def test_a_threshold_of_zero_is_the_fixed_depth_is_the_plain_forward(fields: dict[str, Any]) -> None:
     model, found = small(**fields), []
     rules = (StateChange(threshold=0.0), Kl(threshold=0.0), Fixed(), None)
@@ -162,7 +165,7 @@ def test_each_request_has_its_own_bounds() -> None:
 # -- prompts (invariants 4, 7) ----------------------------------------------------------------------------------------
 
 
-@over_house
+@over_some
 def test_chunks_of_a_prompt_change_nothing(fields: dict[str, Any]) -> None:
     """Exits of a prompt that is read in pieces are those of one that is read token by token."""
     model = small(**fields)
@@ -204,16 +207,16 @@ def check_read_again(model: RecurrentLM, request: Request) -> None:
         assert off <= ATOL, f"step {n}: logits are off by {off:.3g}"
 
 
-@over_house
+@over_some
 def test_decoding_is_reading_it_all_again(fields: dict[str, Any]) -> None:
     model = small(**fields)
     for test in (None, exits_of(model, "state")[0]):
         check_read_again(model, Request(PROMPT, 6, test=test))
 
 
-def test_control_a_deeper_slot_without_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_deeper_slots_that_are_no_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = grt()
-    monkeypatch.setattr(Arena, "copy_deeper", lambda *args: None)
+    monkeypatch.setattr(Arena, "copy_deeper", copy_wrongly)
     with pytest.raises(AssertionError, match="step"):
         check_read_again(model, Request(PROMPT, 9, test=exits_of(model, "state")[0]))
 

@@ -179,7 +179,7 @@ def test_cancelled_at_any_time() -> None:
     """While it waits, while it is read, in the loop, with drafts; twice; after its end."""
     model, requests, expected = served()
     last = requests[3]
-    for at in range(0, 30, 2):
+    for at in range(0, 30, 3):
         engine = engine_of(model, width=6, places=2, draft_loops=1)
         gone = [c for request in requests[:3] for c in engine.submit(replace(request, stop_ids=frozenset()))]
 
@@ -270,7 +270,7 @@ def follow(options: dict[str, Any], actions: list[tuple[Any, ...]], sabotage: Ca
             check_same(engine, completion, one)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(OPTIONS, ACTIONS)
 def test_random_schedules(options: dict[str, Any], actions: list[tuple[Any, ...]]) -> None:
     follow(options, actions)

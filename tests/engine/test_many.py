@@ -41,7 +41,7 @@ def check(found: dict[str, Any], n: int) -> None:
 
 @pytest.mark.parametrize("name", ["grt", "memory"])
 def test_hundreds(name: str) -> None:
-    check(run(100, name, fault_rate=0.005), 100)
+    check(run(60, name, fault_rate=0.01), 60)
 
 
 @pytest.mark.slow

@@ -29,8 +29,7 @@ def trace_of(model: RecurrentLM, test: ExitTest, ended: list[Completion]) -> Tra
     return Trace(depths_BT, test.n_loops, pick_coda_keys(test, None))
 
 
-@pytest.mark.parametrize("kind", ["state", "kl"])
-@pytest.mark.parametrize("name", ["grt", "anchor", "memory"])
+@pytest.mark.parametrize(("name", "kind"), [("grt", "state"), ("grt", "kl"), ("anchor", "state"), ("memory", "state")])
 def test_refill_is_no_refill_is_the_trace(name: str, kind: str) -> None:
     model = small(**HOUSE[name])
     (test,) = exits_of(model, kind)
@@ -139,21 +138,3 @@ def test_control_a_launch_that_is_not_counted_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(Engine, "_took", forgets)
     with pytest.raises(AssertionError):
         test_what_is_counted_is_what_was_done({})
-
-
-def test_what_a_traced_request_tells() -> None:
-    """Of each token a step a loop, which changes nothing of what comes."""
-    model = small(**HOUSE["grt"])
-    for test in (None, *exits_of(model, "state", "kl")):
-        request = Request((3, 41, 7), 6, test=test, trace=True)
-        engine = engine_of(model)
-        completion, beside = (
-            c for (c,) in drive(engine, [request, replace(request, trace=False, prompt=(9,))], every=2)
-        )
-        check_same(engine, completion, alone(model, request))
-        assert not any(token.steps for token in beside.tokens)
-        for token in completion.tokens[1:]:  # the first is drawn from the prompt
-            assert len(token.steps) == token.loops
-            assert token.steps[0].kl is None and all(step.kl >= 0 for step in token.steps[1:] if step.kl is not None)
-            assert token.steps[-1].top[0][0] == token.token, "drawn from the last step"
-            assert all(step.state_change > 0 for step in token.steps)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_replay import compare
-from engines import HOUSE, engine_of, exits_of, small
+from engines import HOUSE, copy_wrongly, engine_of, exits_of, small
 
 from alcoda.engine.cache import Arena
 
@@ -33,6 +33,6 @@ def test_the_engine_is_replay(name: str, kind: str) -> None:
 
 
 def test_control_other_keys_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arena, "copy_deeper", lambda *args: None)
+    monkeypatch.setattr(Arena, "copy_deeper", copy_wrongly)
     found = run(HOUSE["grt"], "state")
     assert not found["equal"] and found["logits_off"] > 1e-9

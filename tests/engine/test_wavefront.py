@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import HOUSE, alone, check_alone, check_same, drive, engine_of, exits_of, mixed, small
+from engines import HOUSE, alone, check_alone, check_same, drive, engine_of, exits_of, mixed, poison, small
 
 from alcoda.engine import sampling
 from alcoda.engine.engine import Engine
@@ -34,8 +34,9 @@ def often_right() -> RecurrentLM:
     return model
 
 
-@pytest.mark.parametrize("draft_loops", [1, 2])
-@pytest.mark.parametrize("fields", WITH_DRAFTS.values(), ids=WITH_DRAFTS)
+@pytest.mark.parametrize(
+    ("fields", "draft_loops"), [(f, 1 + i % 2) for i, f in enumerate(WITH_DRAFTS.values())], ids=WITH_DRAFTS
+)
 def test_with_drafts_is_without(fields: dict[str, Any], draft_loops: int) -> None:
     """Greedy and seeded, with penalties, at a fixed depth and with exits."""
     model = small(**fields)
@@ -132,7 +133,8 @@ def test_control_a_child_that_overtakes_its_parent_is_noticed(monkeypatch: pytes
 
     monkeypatch.setattr(Engine, "_core", drafts_first)
     with pytest.raises(AssertionError, match="request"):
-        check_alone(engine_of(often_right(), width=8, draft_loops=1), [Request((5, 9), 12)])
+        engine = engine_of(often_right(), width=8, draft_loops=1)
+        check_alone(engine, [Request((5, 9), 12)], before=lambda n: poison(engine))
 
 
 def test_control_noise_of_the_call_and_not_of_the_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

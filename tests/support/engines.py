@@ -3,6 +3,7 @@ by the readers, which know neither scheduler nor arena."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from alcoda.depth.exiting import Exits, pick_coda_keys
 from alcoda.depth.rules import read_rule
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest
+from alcoda.engine.cache import Arena
 from alcoda.engine.engine import Options
 from alcoda.engine.request import Completion, Request
 from alcoda.engine.sampling import GREEDY, Row, Sampling, draw
@@ -77,6 +79,7 @@ class Alone(NamedTuple):
     finish: str
 
 
+@functools.lru_cache(maxsize=256)  # a request is the same object wherever it runs
 @torch.no_grad()
 def alone(
     model: RecurrentLM, request: Request, stream: int = 0, cache: CachePolicy = PER_LOOP, whole: bool = False
@@ -232,3 +235,12 @@ def poison(engine: Recorder) -> None:
                 else True
             )
             part[runner.free_rows] = worst
+
+
+def copy_wrongly(self: Arena, stage: str, places: Sequence[tuple[int, int]]) -> None:
+    """A planted fault: what stands for the keys of deeper loops is a little off. (What was never written would be too,
+    but memory that is not written may hold anything, what is right too.)"""
+    kv = self.kv.get(stage)
+    for slot, at in places if kv is not None else ():
+        for deeper in range(slot + 1, kv.size(2)):
+            kv[:, :, deeper, :, at] = 1.01 * kv[:, :, slot, :, at]
