@@ -101,7 +101,7 @@ def open_mythos(config: ModelConfig, dtype: torch.dtype, room: int) -> Built:
         )
     ).eval()
     if dtype != torch.float32:
-        hold_in(model, dtype)  # as ours; model.to(bfloat16) makes its attention fail
+        hold_in(model, dtype)  # model.to(bfloat16) makes its attention fail
 
     def decode(ids_BT: Tensor, n_new: int) -> Tensor:
         with autocast(CPU, dtype):

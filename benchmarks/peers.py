@@ -2,19 +2,22 @@
 
     make peers                                  # in a virtual environment of its own
     python benchmarks/peers.py [--batch 1,32] [--dtype bfloat16] [--budget-s 540] [--peers hf_llama,x_transformers]
+        [--acceptance 0.8]
 
 Random weights, greedy, prompts of 64 tokens and 64 new ones, of the recipe engine/d512:
 
 * hf_llama: transformers' ``generate`` on a dense Llama of as many layers as the full unrolled depth;
 * open_mythos, x_transformers: their own looped decoding, with as many blocks a token.
 
-A package that is not there is reported as absent, one that fails with its error; the others are measured. Ours runs at
-fixed depth (all loops), and with exits, on depths drawn in advance (mean --mean-depth): refill, and wavefront, which
-also drafts along the depth diagonal. So that all do the same work, no stop is known to any of them.
+A package that is not there is reported as absent, one that fails with its error; the others are measured. Ours is the
+engine, in modes of `alcoda bench engine`: fixed depth (all loops); and exits, on the depths that it draws in advance
+(mean --mean-depth), refill, and refill_wavefront, which also drafts along the depth diagonal. Drafts of random weights
+could not be right: tokens are scripted, and of the drafts a share, --acceptance, is right by the script. The model runs
+for every one of them all the same. So that all do the same work, no stop is known to any of them.
 
 Rounds alternate: a peer, then each mode of ours, then the peer again. A ratio is tokens/s of ours over the peer's in
 the same round; medians and quartiles over rounds. Tokens/s are of the whole call, prompt included;
-``decode_tokens_per_s`` are those from the first new token on.
+``decode_tokens_per_s`` are those behind the first new one of each row, over the time without prompts.
 """
 
 from __future__ import annotations
@@ -25,38 +28,40 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from lrt import loaded
 from peer_models import PEERS, Peer
 from torch import Tensor, nn
 from train import CPU
 
-from alcoda.depth.exiting import Exits
-from alcoda.depth.record import Trace
-from alcoda.depth.rules import TraceRule
-from alcoda.depth.sequential import ExitReader
+from alcoda.engine import packed, workload
+from alcoda.engine.engine import check_drafts, check_serves
+from alcoda.engine.workload import Mode, Script, Work
 from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.prefill import Reader
-from alcoda.training.device import autocast, describe, pick_dtype
+from alcoda.training import checkpoint
+from alcoda.training.device import describe, pick_dtype
 from alcoda.training.recipe import load_recipe
 
-MODES = ("fixed", "refill", "wavefront")
+MODES: dict[str, Mode] = {
+    mode.name: mode for mode in workload.MODES if mode.name in ("fixed", "refill", "refill_wavefront")
+}
 """Of ours: all loops; exits, free width refilled; and drafts in spare width."""
-OURS = "the reference of alcoda.depth, rows in lock step: nothing is refilled, nothing drafted"
+OURS = "alcoda.engine: all prompts asked for at once, as many places; tokens and what drafts are right are scripted"
 """What `ours` runs."""
+ACCEPTANCE = 0.8
+"""The share of drafts that are right."""
 MEAN_DEPTH = 4.9
 """Loops a token with exits, of 8 (papers.md 3.1: 4.94 at the loss of uniform depth 8)."""
 TARGETS: dict[str, dict[int, tuple[str, float]]] = {
-    "hf_llama": {1: ("wavefront", 2.5), 32: ("refill", 1.2)},
-    "open_mythos": {1: ("wavefront", 2.0), 32: ("refill", 2.0)},
-    "x_transformers": {1: ("wavefront", 2.0), 32: ("refill", 2.0)},
+    "hf_llama": {1: ("refill_wavefront", 2.5), 32: ("refill", 1.2)},
+    "open_mythos": {1: ("refill_wavefront", 2.0), 32: ("refill", 2.0)},
+    "x_transformers": {1: ("refill_wavefront", 2.0), 32: ("refill", 2.0)},
 }
 """By peer and batch, which mode of ours is to be at least how many times as fast."""
 MOST_WEIGHTS = 0.25
@@ -70,12 +75,12 @@ class Timing:
 
     Attributes:
         seconds: all of it.
-        first_s: until the first new token of every row was known.
+        prompt_s: of them, those in which prompts were read.
         rows, n_new: rows, and new tokens of each.
     """
 
     seconds: float
-    first_s: float
+    prompt_s: float
     rows: int
     n_new: int
 
@@ -86,37 +91,37 @@ class Timing:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """From the first new token on."""
-        return self.rows * (self.n_new - 1) / (self.seconds - self.first_s)
+        """Behind the first new token of each row."""
+        return self.rows * (self.n_new - 1) / (self.seconds - self.prompt_s)
 
 
 Run = Callable[[Tensor, int], Timing]
 """Continues prompts ``[B, T]`` by so many tokens each."""
 
 
-def depth_trace(rows: int, tokens: int, n_loops: int, mean: float, seed: int = 0) -> Trace:
-    """Depths of every token, binomial from 1 to ``n_loops``, so that few leave at once and few run them all."""
-    share = (mean - 1) / max(n_loops - 1, 1)
-    draws = torch.rand(rows, tokens, max(n_loops - 1, 0), generator=torch.Generator().manual_seed(seed))
-    return Trace(1 + (draws < share).sum(-1), n_loops, "at_exit")
+def held(config: ModelConfig, dtype: torch.dtype) -> tuple[RecurrentLM, dict[str, int]]:
+    """Ours with random weights, and what they are. In bf16 all of them are, and only the engine can read them."""
+    model = checkpoint.build(config, CPU).init(0).eval().to(dtype)
+    n_params = weights(model)["params"]
+    packed.release(model, torch.float32)
+    return model, {"params": n_params, "weight_bytes": packed.held_bytes(model, torch.float32)}
 
 
-def ours(model: RecurrentLM, prompts_BT: Tensor, n_new: int, *, mode: str, trace: Trace, dtype: torch.dtype) -> Timing:
-    """Continue prompts greedily; a token that reads row b at position t runs ``trace.depths_BT[b, t]`` loops, but in
-    mode fixed all of them."""
-    n_loops, capacity_tokens = model.config.n_loops, prompts_BT.size(1) + n_new
-    began = time.perf_counter()
-    if mode == "fixed":
-        reader = Reader(model, n_loops, capacity_tokens)
-    else:
-        exits = Exits(TraceRule().build(model, n_loops, trace), trace.coda_keys)
-        reader = ExitReader(model, exits, capacity_tokens)
-    ids_BT, first_s = prompts_BT, 0.0
-    with torch.inference_mode(), autocast(CPU, dtype):
-        for _ in range(n_new):
-            ids_BT = model.logits(reader.read(ids_BT)[:, -1]).argmax(-1, keepdim=True)
-            first_s = first_s or time.perf_counter() - began
-    return Timing(time.perf_counter() - began, first_s, prompts_BT.size(0), n_new)
+def scripted(
+    config: ModelConfig, model: RecurrentLM, rows: int, n_prompt: int, n_new: int, mean_depth: float, acceptance: float
+) -> Work:
+    """What ours is timed on: random prompts, the tokens that follow, which drafts are right, depths of a mean."""
+    script = Script.of(rows, n_prompt + n_new, config.vocab_size, acceptance)
+    prompts = [tuple(row[:n_prompt]) for row in script.tokens]
+    trace = workload.spread_depths(rows, n_prompt + n_new, config.n_loops, mean_depth)
+    # Nothing is cast on the way: the weights' type is that of the passes.
+    return Work(model, prompts, n_new, trace, config.n_loops, dtype=torch.float32, script=script)
+
+
+def ours(work: Work, rows: int, n_new: int, *, mode: str) -> Timing:
+    """The engine on the first ``rows`` prompts. The time in which it read them is that of its launches."""
+    found = workload.timed(replace(work, n_new=n_new), MODES[mode], rows, rows)
+    return Timing(found.seconds, found.stats.seconds["piece"], rows, n_new)
 
 
 def weights(model: nn.Module) -> dict[str, int]:
@@ -208,7 +213,7 @@ def below(cells: Sequence[dict[str, Any]], said: dict[str, dict[str, Any]]) -> l
     """The targets that were measured and missed."""
     found = []
     for cell in cells:
-        mode, least = TARGETS.get(cell["peer"], {}).get(cell["batch"], (MODES[0], 0.0))
+        mode, least = TARGETS.get(cell["peer"], {}).get(cell["batch"], ("fixed", 0.0))
         ratio = cell["speedup"][mode]["ratio"]
         found += [f"{mode} over {cell['peer']}, batch {cell['batch']}: {ratio:.3f}"] if ratio < least else []
     share = said.get("hf_llama", {}).get("our_weights_over_its", 0.0)
@@ -225,6 +230,7 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--mean-depth", type=float, default=MEAN_DEPTH, help="loops a token, with exits")
+    parser.add_argument("--acceptance", type=float, default=ACCEPTANCE, help="the share of drafts that are right")
     parser.add_argument("--rounds", type=int, default=7, help="at most, of each comparison")
     parser.add_argument("--budget-s", type=float, default=540.0, help="for all comparisons")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
@@ -245,6 +251,13 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
         parser.error(str(wrong))
     if config.n_core == 0 or config.n_prelude or config.n_coda:
         parser.error(f"--shape {options.shape}: the looped peers are a core without prelude and coda, so must this be")
+    try:
+        with torch.device("meta"):
+            model = RecurrentLM(config)
+        check_serves(model)
+        check_drafts(model)
+    except UsageError as wrong:
+        parser.error(str(wrong))
     room = options.prompt_tokens + options.new_tokens
     if room > config.seq_len:
         parser.error(
@@ -252,22 +265,21 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
         )
     if not 1 <= options.mean_depth <= config.n_loops:
         parser.error(f"--mean-depth {options.mean_depth}: from 1 to n_loops={config.n_loops}")
+    if not 0 <= options.acceptance <= 1:
+        parser.error(f"--acceptance {options.acceptance}: a share, from 0 to 1")
     return options, config
 
 
-def measured(
-    options: argparse.Namespace, config: ModelConfig, model: RecurrentLM, trace: Trace, ready: dict[str, Run]
-) -> list[dict[str, Any]]:
+def measured(options: argparse.Namespace, work: Work, ready: dict[str, Run]) -> list[dict[str, Any]]:
     """Every comparison: each batch with each peer. Those that are left share what is left of the time."""
-    end, generator = time.perf_counter() + options.budget_s, torch.Generator().manual_seed(0)
-    prompts_BT = torch.randint(config.vocab_size, (max(options.batch), options.prompt_tokens), generator=generator)
+    end, prompts_BT = time.perf_counter() + options.budget_s, torch.tensor(work.prompts)
     todo, cells = [(batch, name) for batch in options.batch for name in ready], []
     for i, (batch, name) in enumerate(todo):
         n_peer = min(batch, PEERS[name].max_rows or batch)
         print(f"batch {batch}, {name}" + (f", {n_peer} at once" if n_peer < batch else ""), flush=True)
         runs: dict[str, Callable[[int], Timing]] = {name: partial(ready[name], prompts_BT[:n_peer])}
         for mode in MODES:
-            runs[mode] = partial(ours, model, prompts_BT[:batch], mode=mode, trace=trace, dtype=options.dtype)
+            runs[mode] = partial(ours, work, batch, mode=mode)
         now = time.perf_counter()
         cell = compared(runs, options.new_tokens, options.rounds, now + (end - now) / (len(todo) - i))
         line = ", ".join(f"{mode} {cell['speedup'][mode]['ratio']:.2f}" for mode in MODES)
@@ -281,8 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     room = options.prompt_tokens + options.new_tokens
-    model = loaded(config, options.dtype)
-    own, ready, said = weights(model), dict[str, Run](), dict[str, dict[str, Any]]()
+    model, own = held(config, options.dtype)
+    ready, said = dict[str, Run](), dict[str, dict[str, Any]]()
     for name in options.peers:
         print(f"{name}: {PEERS[name].what}", flush=True)
         run, said[name] = built(PEERS[name], config, options.dtype, room)
@@ -291,8 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         ready[name] = run
         said[name]["our_weights_over_its"] = own["weight_bytes"] / said[name]["weight_bytes"]
-    trace = depth_trace(max(options.batch), room, config.n_loops, options.mean_depth)
-    cells = measured(options, config, model, trace, ready)
+    sizes = max(options.batch), options.prompt_tokens, options.new_tokens
+    work = scripted(config, model, *sizes, options.mean_depth, options.acceptance)
+    cells = measured(options, work, ready)
     targets = {name: [{"batch": b, "mode": m, "ratio": r} for b, (m, r) in of.items()] for name, of in TARGETS.items()}
     result = {
         "machine": describe(CPU, options.dtype),
@@ -305,8 +318,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
-        "mean_depth": trace.depths_BT.double().mean().item(),
-        "ours": {"how": OURS, **own},
+        "mean_depth": work.trace.depths_BT.double().mean().item(),
+        "ours": {
+            "how": OURS,
+            "simulated": True,
+            "acceptance": options.acceptance,
+            "draft_loops": work.draft_loops,
+            **own,
+        },
         "peers": said,
         "cells": cells,
         "targets": targets | {"weights_over_hf_llama": MOST_WEIGHTS},

@@ -188,20 +188,21 @@ def _measured_key_bytes(config: ModelConfig, n_tokens: int) -> dict[str, float]:
 
     with torch.inference_mode():
         read(KeyStore(2 * part), 2 * part)  # what the first passes of a model allocate
-        before, store = _resident_bytes(), KeyStore(n_tokens)
+        before, store = resident_bytes(), KeyStore(n_tokens)
         read(store, n_tokens)
-        grown = _resident_bytes() - before
+        grown = resident_bytes() - before
     return {"store": store.n_bytes() / n_tokens, "resident": grown / n_tokens}
 
 
-def _resident_bytes() -> int:
-    """Memory that the process holds, without what it has freed; 0 where the system does not say."""
+def resident_bytes(name: str = "VmRSS") -> int:
+    """Memory that the process holds, without what it has freed, or at most held (VmHWM); 0 where the system does not
+    say."""
     gc.collect()
     with suppress(OSError, AttributeError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
 def names(text: str) -> list[str]:

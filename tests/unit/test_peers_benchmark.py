@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from alcoda.config import validate
+from alcoda.engine import packed
 from alcoda.model.config import ModelConfig
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
@@ -81,7 +83,7 @@ def test_what_is_there_is_measured_and_what_is_not_is_named(
         "idle": peers.Peer("torch", "skips a token", "none", chooser(10, lambda n_new: n_new - 1)),
     }
     monkeypatch.setattr(peers, "PEERS", stand_ins)
-    result = said_by(peers, capsys, "--peers", ",".join(stand_ins), "--batch", "1,4")
+    result = said_by(peers, capsys, "--peers", ",".join(stand_ins), "--batch", "1,4", "--acceptance", "0.5")
 
     said = result["peers"]
     assert said["absent"]["absent"] == "ModuleNotFoundError: No module named 'no_such_package'"
@@ -100,15 +102,18 @@ def test_what_is_there_is_measured_and_what_is_not_is_named(
     ]
     for cell in cells:
         assert cell["rounds"] == 2
-        contestants = {cell["peer"], "fixed", "refill", "wavefront"}
+        contestants = {cell["peer"], "fixed", "refill", "refill_wavefront"}
         assert set(cell["tokens_per_s"]) == set(cell["decode_tokens_per_s"]) == contestants
         assert min(cell["tokens_per_s"].values()) > 0 and min(cell["decode_tokens_per_s"].values()) > 0
-        assert set(cell["speedup"]) == {"fixed", "refill", "wavefront"}
+        assert set(cell["speedup"]) == {"fixed", "refill", "refill_wavefront"}
     assert 1 <= result["mean_depth"] <= 3
+    ours = result["ours"]
+    assert (ours["simulated"], ours["acceptance"], ours["draft_loops"]) == (True, 0.5, 1)
+    assert ours["weight_bytes"] == 4 * ours["params"]  # float32: nothing is laid out anew
     assert (result["shape"]["d_model"], result["shape"]["n_core"], result["shape"]["n_loops"]) == (32, 2, 3)
     assert result["machine"]["dtype"] == "float32" and result["versions"]["torch"] == torch.__version__
     assert result["targets"]["hf_llama"] == [
-        {"batch": 1, "mode": "wavefront", "ratio": 2.5},
+        {"batch": 1, "mode": "refill_wavefront", "ratio": 2.5},
         {"batch": 32, "mode": "refill", "ratio": 1.2},
     ]
 
@@ -155,46 +160,72 @@ def test_rounds_alternate_and_end_with_the_time(peers: ModuleType) -> None:
 
 def test_it_names_what_is_below_the_target_and_nothing_else(peers: ModuleType) -> None:
     def cell(peer: str, batch: int, **ratios: float) -> dict[str, Any]:
-        found = {"fixed": 0.1, "refill": 0.1, "wavefront": 0.1} | ratios
+        found = {"fixed": 0.1, "refill": 0.1, "refill_wavefront": 0.1} | ratios
         return {"peer": peer, "batch": batch, "speedup": {mode: {"ratio": ratio} for mode, ratio in found.items()}}
 
-    met = [cell("hf_llama", 1, wavefront=2.5), cell("hf_llama", 32, refill=1.2), cell("hf_llama", 8)]
+    met = [cell("hf_llama", 1, refill_wavefront=2.5), cell("hf_llama", 32, refill=1.2), cell("hf_llama", 8)]
     assert peers.below(met, {"hf_llama": {"our_weights_over_its": 0.25}, "open_mythos": {"absent": "why"}}) == []
-    missed = [cell("hf_llama", 1, wavefront=2.4), cell("open_mythos", 32, refill=1.9)]
+    missed = [cell("hf_llama", 1, refill_wavefront=2.4), cell("open_mythos", 32, refill=1.9)]
     assert peers.below(missed, {"hf_llama": {"our_weights_over_its": 0.3}}) == [
-        "wavefront over hf_llama, batch 1: 2.400",
+        "refill_wavefront over hf_llama, batch 1: 2.400",
         "refill over open_mythos, batch 32: 1.900",
         "weights over hf_llama: 0.300",
     ]
 
 
-def test_exits_run_the_depths_that_were_drawn(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixed runs all loops of every token; with exits each runs its own, the prompt's too."""
+def toy(**fields: Any) -> ModelConfig:
     base = {"d_model": 32, "n_heads": 2, "vocab_size": 64, "seq_len": 16, "n_prelude": 0, "n_core": 1, "n_coda": 0}
-    config = validate(ModelConfig, base | {"n_loops": 4, "inject": "concat"})
-    model, readers = peers.loaded(config, torch.float32), []
+    return validate(ModelConfig, base | {"n_loops": 4, "inject": "concat"} | fields)
 
-    class Watched(peers.ExitReader):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            readers.append(self)
 
-    monkeypatch.setattr(peers, "ExitReader", Watched)
-    prompts_BT, trace = torch.arange(8).view(2, 4), peers.depth_trace(2, 7, 4, 2.5)
+@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+def test_each_mode_of_ours_does_the_work_that_was_drawn(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, acceptance: float
+) -> None:
+    """Fixed runs all loops of every token; with exits each runs its own, the prompt's too; drafts are right as often as
+    was asked for."""
+    model, own = peers.held(toy(), torch.float32)
+    work, found, timed = peers.scripted(model.config, model, 2, 4, 5, 2.5, acceptance), {}, peers.workload.timed
+
+    def watched(work: Any, mode: Any, *args: Any) -> Any:
+        found[mode.name] = timed(work, mode, *args)
+        return found[mode.name]
+
+    monkeypatch.setattr(peers.workload, "timed", watched)
     for mode in peers.MODES:
-        timing = peers.ours(model, prompts_BT, 3, mode=mode, trace=trace, dtype=torch.float32)
-        assert (timing.rows, timing.n_new) == (2, 3) and 0 < timing.first_s < timing.seconds
-    assert len(readers) == 2
-    for reader in readers:
-        assert torch.equal(reader.depths_BT(), trace.depths_BT[:, :6])
+        timing = peers.ours(work, 2, 5, mode=mode)
+        assert (timing.rows, timing.n_new) == (2, 5) and 0 < timing.prompt_s < timing.seconds
+        assert found[mode].n_requests == 2 and found[mode].stats.tokens == 10
+
+    depths_BT = work.trace.depths_BT
+    drawn, prompt = Counter(depths_BT[:, 3:8].flatten().tolist()), Counter(depths_BT[:, :4].flatten().tolist())
+    assert len(drawn) > 1
+    for name, score in found.items():
+        assert score.stats.loops == (Counter({4: 10}) if name == "fixed" else drawn), name
+        assert score.stats.prompt_loops == (Counter({4: 8}) if name == "fixed" else prompt), name
+    assert found["fixed"].stats.drafts == found["refill"].stats.drafts == 0
+    drafting = found["refill_wavefront"].stats
+    assert drafting.checked > 0 and drafting.accepted == acceptance * drafting.checked
+    assert own["params"] == peers.weights(model)["params"]
+
+
+@pytest.mark.skipif(not packed.is_there(), reason="this build of torch has no products of weights that are laid out")
+def test_in_bf16_what_the_engine_holds_is_counted(peers: ModuleType) -> None:
+    """Two bytes a parameter, and the table of the tied head once more, laid out for the products."""
+    model, own = peers.held(toy(), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert own["weight_bytes"] == 2 * own["params"] + 2 * 64 * 32
+    work = peers.scripted(model.config, model, 1, 4, 3, 2.5, 0.8)
+    assert peers.ours(work, 1, 3, mode="refill_wavefront").tokens_per_s > 0
 
 
 @pytest.mark.parametrize("mean", [1.0, 4.9, 8.0])
 def test_the_depths_have_the_mean_that_is_asked_for(peers: ModuleType, mean: float) -> None:
-    depths_BT = peers.depth_trace(32, 128, 8, mean).depths_BT
+    config = toy(n_loops=8, seq_len=128)
+    model, _ = peers.held(config, torch.float32)
+    depths_BT = peers.scripted(config, model, 32, 64, 64, mean, 0.8).trace.depths_BT
     assert depths_BT.shape == (32, 128) and 1 <= depths_BT.min() <= depths_BT.max() <= 8
     assert depths_BT.double().mean() == pytest.approx(mean, abs=0.1)
-    assert torch.equal(depths_BT, peers.depth_trace(32, 128, 8, mean).depths_BT)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +239,8 @@ def test_the_depths_have_the_mean_that_is_asked_for(peers: ModuleType, mean: flo
         (["--prompt-tokens", "1000"], "1064 tokens do not fit the context of 1024"),
         (["--mean-depth", "9"], "from 1 to n_loops=8"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--acceptance", "1.5"], "--acceptance 1.5: a share, from 0 to 1"),
+        (["--set", "model.sharing=untied"], "the engine cannot serve this model"),
     ],
 )
 def test_it_refuses_what_it_cannot_do(
