@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from alcoda.errors import UsageError
-from alcoda.options import Checkpoint, Json, Plugin, Run
+from alcoda.options import Checkpoint, Json, MaxTokens, Plugin, Run, parse_tokens
 from alcoda.show import print_frontier, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def lab(
     data: Annotated[
         str, typer.Option(help="valid, train, calib, probe, or a corpus: text:PATH, pystdlib, ...")
     ] = "valid",
-    tokens: Annotated[int, typer.Option(help="Trace at most so many tokens of each source.")] = 200_000,
+    tokens: MaxTokens = "200k",
     loops: Annotated[int, typer.Option(help="Loops of the trajectories.")] = 16,
     eps: Annotated[
         float, typer.Option(help="A token has converged where KL to the loop before stays below, in nats.")
@@ -56,7 +57,7 @@ def lab(
     found = api.lab(
         lm,
         data,
-        tokens=tokens,
+        tokens=parse_tokens(tokens) or sys.maxsize,
         loops=loops,
         eps=eps,
         classes=classes,
