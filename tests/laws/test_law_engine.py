@@ -106,13 +106,12 @@ def test_control_copies_that_are_no_copies_are_noticed(monkeypatch: pytest.Monke
 
 
 def test_control_a_row_that_reads_another_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = RowStore.stored
+    rows = RowStore._rows
 
-    def of_first(self: RowStore, slot: Any) -> Any:
-        self.slots = {stage: [slots[0]] * len(slots) for stage, slots in self.slots.items()}
-        return stored(self, slot)
+    def of_first(self: RowStore, k: Any, v: Any, slots: Any) -> Any:
+        return rows(self, k, v, slots and ([slots[0][0]] * len(slots[0]), slots[1]))
 
-    monkeypatch.setattr(RowStore, "stored", of_first)
+    monkeypatch.setattr(RowStore, "_rows", of_first)
     with pytest.raises(AssertionError, match="request"):
         check(make_plain(house(**GRT)), ["state"], most_new=9)
 

@@ -167,7 +167,7 @@ class Tabled(Passage):
 def tabled(nats_RN: np.ndarray, **tables: np.ndarray) -> Tabled:
     run: Any = SimpleNamespace(train_step=7)
     units: Any = np.repeat(np.arange(20), N // 20)
-    found = Tabled(run, None, np.ones(N, dtype=np.int64), units, 8, nats_RN)  # pyrefly: ignore
+    found = Tabled(run, None, np.ones(N, dtype=np.int64), units, 8, nats_RN=nats_RN)  # pyrefly: ignore
     found.tables.update({getattr(watch, name): table for name, table in tables.items()})
     return found
 

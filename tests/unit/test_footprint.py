@@ -293,7 +293,7 @@ def test_recompute_keeps_a_state_a_loop_and_one_loop(monkeypatch: pytest.MonkeyP
     assert 4 * term(again, *parts) == term(whole, *parts)
     states: list[torch.Tensor] = []
     run = RecurrentLM.run_loop
-    monkeypatch.setattr(RecurrentLM, "_loop", lambda self, *args: states.append(args[0].h_BTD) or run(self, *args))
+    monkeypatch.setattr(RecurrentLM, "run_loop", lambda self, *args: states.append(args[0].h_BTD) or run(self, *args))
     model = checkpoint.build(recipe.model, CPU).init(0).train()
     ids = torch.zeros(3, 96, dtype=torch.long)
     loss_of(recipe, model, ids, LoopPlan(0, 4), True)
