@@ -146,7 +146,7 @@ def in_turn(sides: dict[str, Any], size: Size, rounds: int) -> dict[str, list[Ti
     """Each of ``sides`` (a model and its cache, by name) in turn, round after round."""
     found: dict[str, list[Timing]] = {name: [] for name in sides}
     for model, cache in sides.values():
-        decode(*ready(model, size._replace(n_new=WARM_UP_TOKENS), cache))
+        decode(*ready(model, size._replace(n_prompt=2, n_new=WARM_UP_TOKENS), cache))
     for i in range(rounds):
         for name, (model, cache) in sides.items():
             found[name].append(decode(*ready(model, size, cache)))
