@@ -52,8 +52,8 @@ RECIPES = {GRT: "papers/grt_large_isoflop", GPT2: "papers/gpt2_large", ANCHOR: "
 SETTINGS = {ANCHOR: ["model.keys=anchor"]}
 PARAMS = {GRT: 290_196_480, GPT2: 773_582_080}
 """Those of the papers, exactly: 62.5% fewer."""
-MOST_BYTES, MOST_LATENCY = 0.41, 1.10
-"""Of GPT-2's: bytes of weights and keys, counted and resident, and seconds a token."""
+BYTES_LOWER, MOST_LATENCY = 0.59, 1.10
+"""Than GPT-2's, at least: bytes of weights and keys, counted and resident; of its seconds a token, at most."""
 LOWER = ("params", "weights_bytes", "cache_bytes", "weights_and_cache_bytes", "resident_bytes", "peak_bytes")
 """Of which it is said how much lower they are."""
 TOY = ("model.d_model=64", "model.n_heads=2", "model.vocab_size=64", "model.seq_len=16")
@@ -171,7 +171,7 @@ def missed(designs: dict[str, dict[str, Any]], latency: float) -> list[str]:
     ]
     for what in [key for key in ("weights_and_cache_bytes", "resident_bytes") if key in designs[GRT]]:
         share = designs[GRT][what] / designs[GPT2][what]
-        found += [f"{what}: {share:.3f} of GPT-2's"] if share > MOST_BYTES else []
+        found += [f"{what}: {share:.3f} of GPT-2's"] if 1 - share < BYTES_LOWER else []
     return found + ([f"latency: {latency:.3f} of GPT-2's"] if latency > MOST_LATENCY else [])
 
 
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     grt, gpt2 = designs[GRT], designs[GPT2]
     lower = {key: 1 - grt[key] / gpt2[key] for key in grt if key in LOWER}
-    targets = {"params": PARAMS, "bytes_lower": 1 - MOST_BYTES, "latency": MOST_LATENCY}
+    targets = {"params": PARAMS, "bytes_lower": BYTES_LOWER, "latency": MOST_LATENCY}
     result = {
         "machine": describe(CPU, DTYPE),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

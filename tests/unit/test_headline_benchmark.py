@@ -49,7 +49,7 @@ def test_it_says_what_grt_takes_beside_gpt2(
     assert (result["lower"]["resident_bytes"], result["lower"]["peak_bytes"]) == (pytest.approx(0.58), 0.5)
 
     latency = result["latency"]
-    assert latency["rounds"] == 2 and 0 < latency["low"] <= latency["median"] <= latency["high"]
+    assert latency["rounds"] == 2 and latency["median"] > 0 and latency["low"] <= latency["median"] <= latency["high"]
     assert min(latency["seconds_a_token"][name] for name in ("grt", "gpt2")) > 0
     batch = result["batch"]
     assert (batch["rows"], batch["rounds"]) == (2, 1)
