@@ -161,8 +161,10 @@ class Engine:
                 f"prompt and max_tokens are {n_cached} tokens, and the cache holds {self.runner.arena.n_tokens}: lower "
                 "max_tokens, or give the engine a larger cache (cache_tokens)"
             )
-        if request.cache is not None and request.cache.kind != self.options.cache.kind:
-            raise UsageError(f"cache {request.cache.kind!r}: this engine keeps {self.options.cache.kind!r}")
+        if request.cache not in (None, self.options.cache):
+            raise UsageError(
+                f"cache {request.cache}: this engine keeps {self.options.cache}; ask for that, or make another engine"
+            )
         request.sampling.check(n_vocab)
         return self._check_loops(request)
 
@@ -431,7 +433,7 @@ def _completions(items: list[Item]) -> list[Completion]:
 def refuses(model: RecurrentLM) -> str | None:
     """Why an engine cannot serve a model; None where it can."""
     config = model.config
-    if config.route.kind != "none":
+    if config.route.gathers:
         return f"route {config.route.kind!r} picks tokens out of whole texts"
     if config.has_weights_by_loop:
         return (
@@ -444,7 +446,9 @@ def check_serves(model: RecurrentLM) -> None:
     """UsageError where an engine cannot serve a model."""
     reason = refuses(model)
     if reason is not None:
-        raise UsageError(f"the engine cannot serve this model: {reason}. alcoda.engine.decode reads it, one at a time")
+        raise UsageError(
+            f"the engine cannot serve this model: {reason}. LM.generate decodes it all the same, a text at a time"
+        )
 
 
 def check_drafts(model: RecurrentLM) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alcoda import progress
 from alcoda.config import validate
 from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.trajectory import NUMBERS, trace
@@ -179,8 +180,9 @@ class LM:
             return [Generated(p, "", (), "error", str(why)) for p, why in zip(prompts, requests, strict=True)]
         engine = self.engine(asked, options)
         completions = {request: engine.submit(request) for request in asked}
-        for _ in engine.steps():
-            pass
+        with progress.bar("generating", sum(request.n for request in asked)) as advance:
+            for changed in engine.steps():
+                advance(sum(one.finish is not None for one in changed))
         if isinstance(engine, Engine):
             self.stats = engine.stats.report(self.model.config, engine.n_loops)
         found: list[Generated] = []

@@ -116,7 +116,7 @@ def test_options_that_cannot_be() -> None:
 def test_models_that_are_not_served(fields: dict[str, Any]) -> None:
     model = small(**fields)
     for refused in (lambda: Engine(model), lambda: check_serves(model)):
-        with pytest.raises(UsageError, match=r"the engine cannot serve this model: .*alcoda\.engine\.decode reads it"):
+        with pytest.raises(UsageError, match=r"the engine cannot serve this model: .*LM\.generate decodes it"):
             refused()
 
 

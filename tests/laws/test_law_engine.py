@@ -91,7 +91,7 @@ def test_what_is_not_served_says_so() -> None:
             assert case.config.route.kind == "none" and not case.config.has_weights_by_loop
             continue
         n_refused += 1
-        with pytest.raises(UsageError, match=r"the engine cannot serve this model: .*alcoda\.engine\.decode reads it"):
+        with pytest.raises(UsageError, match=r"the engine cannot serve this model: .*LM\.generate decodes it"):
             Engine(RecurrentLM(case.config))
     assert 0 < n_refused < len(cases())
 

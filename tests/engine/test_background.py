@@ -1,0 +1,89 @@
+"""An engine in a thread of its own: what it says is what it says without, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from engines import small
+
+from alcoda.engine.background import Background
+from alcoda.engine.engine import Engine, Options
+from alcoda.engine.request import Completion, Request
+from alcoda.errors import UsageError
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9), (10, 11)]
+
+
+def engine() -> Engine:
+    return Engine(small(), Options(width=4, places=2), dtype=torch.float64)
+
+
+async def whole(background: Background, request: Request) -> list[Completion]:
+    ended = [one async for one in background.stream(request) if one.finish is not None]
+    return sorted(set(ended), key=lambda one: one.stream)
+
+
+def test_many_at_one_time_say_what_each_says_alone() -> None:
+    expected = [found.ids for (found,) in engine().run([Request(prompt, 8) for prompt in PROMPTS])]
+    made = engine()
+
+    async def ask() -> list[list[Completion]]:
+        return await asyncio.gather(*(whole(background, Request(prompt, 8)) for prompt in PROMPTS))
+
+    with Background(made) as background:
+        assert [one.ids for (one,) in asyncio.run(asyncio.wait_for(ask(), 60))] == expected
+        assert background.is_alive
+    made.check_idle()
+
+
+def test_all_of_n_are_told() -> None:
+    with Background(engine()) as background:
+        found = asyncio.run(asyncio.wait_for(whole(background, Request((1, 2), 6, n=3)), 60))
+    assert [one.stream for one in found] == [0, 1, 2] and {one.finish for one in found} == {"length"}
+
+
+def test_who_leaves_early_is_cancelled() -> None:
+    made = engine()
+
+    async def leave(background: Background) -> Completion:
+        stream = background.stream(Request((1, 2), 29))
+        first = await anext(stream)
+        await stream.aclose()
+        await whole(background, Request((3,), 2))  # after this, the engine has seen the cancellation
+        return first
+
+    with Background(made) as background:
+        first = asyncio.run(asyncio.wait_for(leave(background), 60))
+    assert first.finish == "cancelled" and len(first.tokens) < 29
+    made.check_idle()
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_stopping(drain: bool) -> None:
+    made, told = engine(), list[Completion]()
+    background = Background(made)
+    with background:
+        (asked,) = background.submit(Request((1, 2), 29), told.append)
+        background.stop(drain)
+    assert asked.finish in ({"length"} if drain else {"cancelled", "length"})  # it may have been quick
+    assert told and told[-1].finish is not None
+    made.check_idle()
+    with pytest.raises(RuntimeError, match="has stopped"):
+        background.submit(Request((1,), 2), told.append)
+
+
+def test_what_cannot_be_is_refused_at_once() -> None:
+    with Background(engine()) as background, pytest.raises(UsageError, match="no tokens"):
+        background.submit(Request((), 2), print)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    monkeypatch.setattr(made, "step", lambda: 1 / 0)
+    with Background(made) as background:
+        (found,) = asyncio.run(asyncio.wait_for(whole(background, Request((1, 2), 4)), 60))
+        assert found.finish == "error" and "division by zero" in str(found.error)
+        assert not background.is_alive and isinstance(background.failure, ZeroDivisionError)

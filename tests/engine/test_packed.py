@@ -1,0 +1,69 @@
+"""Weights laid out for a CPU: products and tokens are those of the model as it is, and of no weights that are old."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines import small
+
+from alcoda.engine import packed
+from alcoda.engine.engine import Engine, Options
+from alcoda.engine.request import Request
+from alcoda.model.lm import RecurrentLM
+
+pytestmark = pytest.mark.skipif(not packed.is_there(), reason="this torch has no such kernels")
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9)]
+
+
+def in_bf16(**fields: object) -> RecurrentLM:
+    return small(**fields).bfloat16()
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 8, 17])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_equal_to_the_bit(n_rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_ND, weight_ED, bias_E = (torch.randn(*n, generator=generator).bfloat16() for n in ((n_rows, 64), (96, 64), (96,)))
+    expected_NE = F.linear(x_ND, weight_ED, bias_E if bias else None)
+    assert torch.equal(packed.product(x_ND, packed.lay_out(weight_ED), bias_E if bias else None), expected_NE)
+    assert not torch.equal(packed.product(x_ND, packed.lay_out(weight_ED * 2), None), expected_NE)
+
+
+def tokens(model: RecurrentLM) -> list[list[int]]:
+    """Greedy, one launch as wide as another."""
+    engine = Engine(model, Options(width=4, deterministic=True))
+    found = engine.run([Request(prompt, 12) for prompt in PROMPTS])
+    assert all(one.error is None for (one,) in found)
+    return [one.ids for (one,) in found]
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_the_engine_says_what_it_says_without(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_bf16(head=head)
+    with_layout = tokens(model)
+    assert isinstance(packed.served(model, torch.float32).head, packed.PackedHead)
+    monkeypatch.setattr("alcoda.engine.runner.served", lambda model, dtype: model)
+    assert tokens(model) == with_layout
+
+
+def test_weights_that_change_are_laid_out_anew() -> None:
+    model = in_bf16()
+    before = packed.served(model, torch.float32)
+    assert packed.served(model, torch.float32) is before
+    with torch.no_grad():
+        model.head.weight.mul_(-1)
+    assert packed.served(model, torch.float32) is not before
+
+
+def test_released_weights_are_held_once() -> None:
+    model = in_bf16()
+    whole, said = packed.held_bytes(model, torch.float32), tokens(model)
+    packed.release(model, torch.float32)
+    assert packed.held_bytes(model, torch.float32) < whole and tokens(model) == said
+
+
+def test_other_types_are_left_alone() -> None:
+    model = small()
+    assert packed.served(model, torch.float64) is model
