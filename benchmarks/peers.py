@@ -2,7 +2,7 @@
 
     make peers                                  # in a virtual environment of its own
     python benchmarks/peers.py [--batch 1,32] [--dtype bfloat16] [--budget-s 540] [--peers hf_llama,x_transformers]
-        [--acceptance 0.8]
+        [--acceptance 0.8] [--draft-loops 2]
 
 Random weights, greedy, prompts of 64 tokens and 64 new ones, of the recipe engine/d512:
 
@@ -12,8 +12,9 @@ Random weights, greedy, prompts of 64 tokens and 64 new ones, of the recipe engi
 A package that is not there is reported as absent, one that fails with its error; the others are measured. Ours is the
 engine, in modes of `alcoda bench engine`: fixed depth (all loops); and exits, on the depths that it draws in advance
 (mean --mean-depth), refill, and refill_wavefront, which also drafts along the depth diagonal. Drafts of random weights
-could not be right: tokens are scripted, and of the drafts a share, --acceptance, is right by the script. The model runs
-for every one of them all the same. So that all do the same work, no stop is known to any of them.
+could not be right: tokens are scripted, and of the drafts a share is right by the script, by default that of the
+shipped model after as many loops (`alcoda.bench.ACCEPTANCE`). The model runs for every one of them all the same. So
+that all do the same work, no stop is known to any of them.
 
 Rounds alternate: a peer, then each mode of ours, then the peer again. A ratio is tokens/s of ours over the peer's in
 the same round; medians and quartiles over rounds. Tokens/s are of the whole call, prompt included;
@@ -38,6 +39,7 @@ from peer_models import PEERS, Peer
 from torch import Tensor, nn
 from train import CPU
 
+from alcoda.bench import ACCEPTANCE, DRAFT_LOOPS
 from alcoda.engine import packed, workload
 from alcoda.engine.engine import check_drafts, check_serves
 from alcoda.engine.workload import Mode, Script, Work
@@ -54,7 +56,6 @@ MODES: dict[str, Mode] = {
 """Of ours: all loops; exits, free width refilled; and drafts in spare width."""
 OURS = "alcoda.engine: all prompts asked for at once, as many places; tokens and what drafts are right are scripted"
 """What `ours` runs."""
-ACCEPTANCE = 0.8
 """The share of drafts that are right."""
 MEAN_DEPTH = 4.9
 """Loops a token with exits, of 8 (papers.md 3.1: 4.94 at the loss of uniform depth 8)."""
@@ -108,14 +109,30 @@ def held(config: ModelConfig, dtype: torch.dtype) -> tuple[RecurrentLM, dict[str
 
 
 def scripted(
-    config: ModelConfig, model: RecurrentLM, rows: int, n_prompt: int, n_new: int, mean_depth: float, acceptance: float
+    config: ModelConfig,
+    model: RecurrentLM,
+    rows: int,
+    n_prompt: int,
+    n_new: int,
+    mean_depth: float,
+    acceptance: Sequence[float],
+    draft_loops: int = DRAFT_LOOPS,
 ) -> Work:
     """What ours is timed on: random prompts, the tokens that follow, which drafts are right, depths of a mean."""
     script = Script.of(rows, n_prompt + n_new, config.vocab_size, acceptance)
     prompts = [tuple(row[:n_prompt]) for row in script.tokens]
     trace = workload.spread_depths(rows, n_prompt + n_new, config.n_loops, mean_depth)
     # Nothing is cast on the way: the weights' type is that of the passes.
-    return Work(model, prompts, n_new, trace, config.n_loops, dtype=torch.float32, script=script)
+    return Work(
+        model,
+        prompts,
+        n_new,
+        trace,
+        config.n_loops,
+        dtype=torch.float32,
+        draft_loops=draft_loops,
+        script=script,
+    )
 
 
 def ours(work: Work, rows: int, n_new: int, *, mode: str) -> Timing:
@@ -230,7 +247,8 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--mean-depth", type=float, default=MEAN_DEPTH, help="loops a token, with exits")
-    parser.add_argument("--acceptance", type=float, default=ACCEPTANCE, help="the share of drafts that are right")
+    parser.add_argument("--acceptance", type=float, help="the share of drafts that are right")
+    parser.add_argument("--draft-loops", type=int, default=DRAFT_LOOPS, help="drafts are drawn after so many")
     parser.add_argument("--rounds", type=int, default=7, help="at most, of each comparison")
     parser.add_argument("--budget-s", type=float, default=540.0, help="for all comparisons")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
@@ -265,7 +283,7 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
         )
     if not 1 <= options.mean_depth <= config.n_loops:
         parser.error(f"--mean-depth {options.mean_depth}: from 1 to n_loops={config.n_loops}")
-    if not 0 <= options.acceptance <= 1:
+    if options.acceptance is not None and not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance {options.acceptance}: a share, from 0 to 1")
     return options, config
 
@@ -304,7 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ready[name] = run
         said[name]["our_weights_over_its"] = own["weight_bytes"] / said[name]["weight_bytes"]
     sizes = max(options.batch), options.prompt_tokens, options.new_tokens
-    work = scripted(config, model, *sizes, options.mean_depth, options.acceptance)
+    acceptance = ACCEPTANCE if options.acceptance is None else (options.acceptance,)
+    work = scripted(config, model, *sizes, options.mean_depth, acceptance, options.draft_loops)
     cells = measured(options, work, ready)
     targets = {name: [{"batch": b, "mode": m, "ratio": r} for b, (m, r) in of.items()] for name, of in TARGETS.items()}
     result = {
@@ -322,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ours": {
             "how": OURS,
             "simulated": True,
-            "acceptance": options.acceptance,
+            "acceptance": acceptance,
             "draft_loops": work.draft_loops,
             **own,
         },

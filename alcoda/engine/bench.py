@@ -85,7 +85,7 @@ class BenchResult:
         what: the run or the shape.
         depths: where the recorded depths are from.
         mean_depth: of all of them that are replayed.
-        acceptance: with which drafts are right; None: the model's own say.
+        acceptance: with which drafts are right that are drawn after ``draft_loops``; None: the model's own say.
         simulated: whether tokens and acceptance are scripted.
         params, weights_bytes: of the model as it is held.
         scores: by concurrency, mode by mode.

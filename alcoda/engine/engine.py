@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from alcoda.depth.watch import Where
+from alcoda.engine.pace import LaunchTime, best_min_coda
 from alcoda.engine.request import Completion, Finish, Item, Request, Token
 from alcoda.engine.runner import Runner
 from alcoda.engine.sampling import Drawn, Row, draw
 from alcoda.engine.scheduler import Coda, Core, Piece, Scheduler
-from alcoda.engine.stats import LaunchTime, Stats
+from alcoda.engine.stats import Stats
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.lm import RecurrentLM
@@ -114,6 +115,8 @@ class Engine:
         self.running: set[Completion] = set()
         self.stats = Stats()
         self._times = {kind: LaunchTime() for kind in ("core", "coda")}
+        self._paces: dict[int, tuple[int, int]] = {}
+        """By completions that run: tokens there were when it was found, and how many a launch of the coda waits for."""
         self._arrived: deque[Completion] = deque()
         self._cancelled: list[Completion] = []
         self._changed: dict[Completion, None] = {}
@@ -295,7 +298,8 @@ class Engine:
             begins += self._commit(item, one)
         for item, one in zip(drafting, drawn[len(leaving) :], strict=True):
             begins += self._draft(item, one)
-        self._begin(begins)
+        # A draft that was drawn before what it follows turned out wrong never begins.
+        self._begin([item for item in begins if not item.dropped])
         self._took("coda", len(items), began)
 
     def _draw(self, logits_NV: Tensor, rows: list[Row]) -> list[Drawn | str]:
@@ -328,10 +332,17 @@ class Engine:
         completion = item.completion
         if completion.finish is not None or item.dropped:
             return []  # it was a draft of what has turned out otherwise in this launch
-        if isinstance(drawn, str) or drawn.token in completion.request.stop_ids:
-            item.barren = True
+        item.drafted = item.loops
+        token = None if isinstance(drawn, str) or drawn.token in completion.request.stop_ids else drawn.token
+        item.barren = token is None
+        if item.child is not None:
+            if item.child.token == token:
+                return []
+            self._drop(item.child.family())  # it has changed its mind
+            item.child = None
+        if token is None:
             return []
-        item.child = Item(completion, item.position + 1, drawn.token, parent=item)
+        item.child = Item(completion, item.position + 1, token, parent=item)
         self.stats.drafts += 1
         return [item.child]
 
@@ -402,22 +413,18 @@ class Engine:
             self._times[kind].add(rows, seconds)
 
     def _min_coda(self) -> int:
-        """Tokens that a launch of the coda waits for. More of them share its cost, and leave the loop's launches
-        emptier: of W completions that run d loops a token, a token costs ``c d / (W - (k - 1) / 2) + b / k``, c and b
-        what a launch of the loop and of the coda take however wide they are."""
+        """Tokens that a launch of the coda waits for."""
         if not self.options.refill:
             return self.options.width + 1
         if self.options.min_coda is not None:
             return self.options.min_coda
-        n_running = self.scheduler.n_running
-        core_s, coda_s = (self._times[kind].fixed_s for kind in ("core", "coda"))
-        loops = self.stats.mean_loops or self.n_loops
-
-        def cost(k: int) -> float:
-            rows = min(self.options.width, n_running - (k - 1) / 2)
-            return core_s * loops / rows + coda_s / k
-
-        return min(range(1, max(n_running, 1) + 1), key=cost, default=1) if core_s and coda_s else 1
+        n_running = min(self.scheduler.n_running, self.options.width)
+        found = self._paces.get(n_running)
+        if found is None or self.stats.tokens > 2 * found[0]:
+            core, coda = (self._times[kind] for kind in ("core", "coda"))
+            found = self.stats.tokens, best_min_coda(n_running, self.stats.loops, core, coda)
+            self._paces[n_running] = found
+        return found[1]
 
     def _piece_tokens(self, completion: Completion) -> int:
         """A memory's approximate prefills depend on how a prompt is cut: it is not."""

@@ -203,7 +203,7 @@ class LM:
         """
         options = Options() if options is None else options
         options = replace(options, cache=requests[0].cache or options.cache)
-        how: Any = {"dtype": self.loaded.dtype, "n_vocab": self.tokenizer.vocab_size}
+        how: Any = {"dtype": self.loaded.decode_dtype, "n_vocab": self.tokenizer.vocab_size}
         if refuses(self.model):
             return Alone(self.model, options, **how)
         if options.cache_tokens is None:

@@ -1,13 +1,15 @@
 """Weights laid out as a CPU's matrix kernels read them.
 
 A product in bf16 on a CPU first lays out its weights anew, which for the few rows of a launch takes longer than the
-product. Laid out once, the products are the same to the bit and take a third to a half of the time (docs/LOG.md).
+product. Laid out once, the products are the same to the bit and take a third to a half of the time. In fp32, weights
+whose inputs stand together take down to half of it (docs/LOG.md).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from alcoda.model.head import TiedHead
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import HeldLinear
+from alcoda.training.device import is_small
 
 ROWS = 8
 """Of a product that a layout is chosen for; it serves others."""
@@ -60,33 +63,40 @@ class PackedLinear(nn.Module):
         return product(input, self.laid_out, self.bias)
 
 
-class PackedHead(TiedHead):
-    """A head in bf16 whose weights are laid out. For inference."""
+class PlainHead(TiedHead):
+    """A head in bf16 of the weights as they are, which are not held twice: a matrix of so many outputs times a few
+    columns is as fast as if it were laid out. For inference."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         super().__init__()
-        self.laid_out = lay_out(weight_VD)
+        self.weight_VD_ = weight_VD.detach().to(torch.bfloat16)
 
     def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
-        return product(y_BTD, self.laid_out, None)
+        y_ND = y_BTD.to(torch.bfloat16).flatten(0, -2)
+        logits_NV = (
+            torch.mv(self.weight_VD_, y_ND[0])[None] if y_ND.size(0) == 1 else torch.mm(self.weight_VD_, y_ND.t()).t()
+        )
+        return logits_NV.unflatten(0, y_BTD.shape[:-1])
 
 
 def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
-    """The model for the engine's passes: itself, or, where a CPU computes in bf16, the same with its weights laid out
-    once more. It is kept for as long as the model's weights are what they were.
+    """The model for the engine's passes: itself, or, on a CPU, the same with its weights laid out once more. It is kept
+    for as long as the model's weights are what they were.
 
     Args:
         dtype: of the passes (autocast); a model whose weights are bf16 computes in it anyway.
     """
     weight = model.embed.weight
     in_bf16 = torch.bfloat16 in (dtype, weight.dtype)
-    if weight.device.type != "cpu" or not in_bf16 or not is_there():
+    lays_out = is_there() if in_bf16 else dtype == weight.dtype == torch.float32 and is_small(model.config)
+    if weight.device.type != "cpu" or not lays_out:
         return model
-    state = _state(model)
+    state = _state(model), in_bf16
     found = _SERVED.get(model)
     if found is None or found[0] != state:
-        packed = _packed(model)
-        packed.head = PackedHead(model.head_weight_VD)
+        packed = _packed(model, PackedLinear if in_bf16 else _turned)
+        if in_bf16:
+            packed.head = PlainHead(model.head_weight_VD)
         found = _SERVED[model] = (state, packed)
     return found[1]
 
@@ -96,28 +106,41 @@ def release(model: RecurrentLM, dtype: torch.dtype) -> None:
     packed = served(model, dtype)
     if packed is model:
         return
+    in_bf16 = torch.bfloat16 in (dtype, model.embed.weight.dtype)
     for module in model.modules():
         if type(module) in (nn.Linear, HeldLinear):
             module.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
-    _SERVED[model] = (_state(model), packed)
+    _SERVED[model] = ((_state(model), in_bf16), packed)
 
 
 def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
     """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
     packed = served(model, dtype)
     own = {p.data_ptr(): p.numel() * p.element_size() for m in (model, packed) for p in m.parameters()}
-    laid_out = [m.laid_out for m in packed.modules() if isinstance(m, PackedLinear | PackedHead)]
-    return sum(own.values()) + sum(2 * x.numel() for x in laid_out)
+    if isinstance(packed.head, PlainHead):
+        own[packed.head.weight_VD_.data_ptr()] = 2 * packed.head.weight_VD_.numel()
+    return sum(own.values()) + sum(2 * m.laid_out.numel() for m in packed.modules() if isinstance(m, PackedLinear))
 
 
 def _state(model: RecurrentLM) -> list[tuple[int, int]]:
     return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
-def _packed(module: Any) -> Any:
+def _packed(module: Any, lay: Callable[[nn.Linear], nn.Module]) -> Any:
     """A copy of a module tree that shares all but the weights of its linear maps."""
     if type(module) in (nn.Linear, HeldLinear):  # others round in their own way
-        return PackedLinear(module)
+        return lay(module)
     new = copy.copy(module)
-    new._modules = {name: None if child is None else _packed(child) for name, child in module._modules.items()}
+    new._modules = {name: None if child is None else _packed(child, lay) for name, child in module._modules.items()}
+    return new
+
+
+def _turned(linear: nn.Linear) -> nn.Linear:
+    """A map in fp32, the weights of each input side by side in memory."""
+    with torch.device("meta"):
+        new = nn.Linear(linear.in_features, linear.out_features, bias=False)
+    weight_EC = linear.weight.detach().float()
+    new.weight = nn.Parameter(weight_EC.t().contiguous().t(), requires_grad=False)
+    if linear.bias is not None:
+        new.bias = nn.Parameter(linear.bias.detach().float(), requires_grad=False)
     return new

@@ -141,6 +141,7 @@ class Item:
         left: whether it is out.
         parent: the token before it, of which it is only a draft; None: it is certain.
         child: the token after it, drawn from what it was after a few loops; not certain.
+        drafted: after how many, newest.
         readout: logits of its state when it left, and what is remembered of it, where the rule had to look at them.
         steps: so far, of a request that is traced.
         log_p: after the newest of them.
@@ -156,11 +157,20 @@ class Item:
     left: bool = False
     parent: Item | None = None
     child: Item | None = None
+    drafted: int = 0
     readout: tuple[torch.Tensor, torch.Tensor | None] | None = None
     steps: list[Step] = field(default_factory=list)
     log_p: Any = None
     dropped: bool = False
     barren: bool = False
+
+    @property
+    def youngest(self) -> Item:
+        """The last of the drafts after it; itself where there are none."""
+        item = self
+        while item.child is not None:
+            item = item.child
+        return item
 
     def line(self) -> list[Item]:
         """The newest certain token, and the drafts after it up to this one."""

@@ -23,7 +23,7 @@ class Coda(NamedTuple):
 
     Attributes:
         leaving: tokens that are out, and certain.
-        drafting: tokens still in the loop, of which a draft of the next is wanted.
+        drafting: tokens still in the loop, of which a draft of the next is wanted, or the one there is looked at again.
     """
 
     leaving: list[Item]
@@ -139,10 +139,14 @@ class Scheduler:
         # Without refill a wave that has begun takes nobody in.
         joins = not self.ready if self.refill else all(item.loops == 0 for item in self.ready)
         can_read = bool(self.reading) and (joins or (self.refill and self._may_read))
-        alone = joins and not can_read
-        if (self.leaving or drafting) and (alone or drafting or len(self.leaving) >= self.min_coda()):
-            leaving, self.leaving = self.leaving[: self.width], self.leaving[self.width :]
-            return Coda(leaving, drafting[: self.width - len(leaving)])
+        if self.leaving or drafting:
+            # One whose draft is in the loop waits for company: to know that it is right hurries nothing.
+            n_stopped = sum(item.youngest.left for item in self.leaving)
+            nothing_runs = joins and not can_read and not self._spare(1)
+            if nothing_runs or n_stopped + len(drafting) >= self.min_coda():
+                leaving, self.leaving = self.leaving[: self.width], self.leaving[self.width :]
+                room = self.width - len(leaving)
+                return Coda(leaving, [*drafting, *self._doubtful()][:room])
         if can_read:
             self._may_read = False
             completion = self.reading[0]
@@ -171,6 +175,14 @@ class Scheduler:
             return []
         youngest = [item for item in (*self.ready, *self.drafts) if item.child is None]
         return [item for item in youngest if self._drafts_after(item)][:spare]
+
+    def _doubtful(self) -> list[Item]:
+        """Tokens whose draft, or the want of one, was drawn some loops ago: a draft that turns out wrong early costs
+        less. The launch is made anyway."""
+        if self.draft_loops is None:
+            return []
+        drafted = (item for item in (*self.ready, *self.drafts) if item.child is not None or item.barren)
+        return [item for item in drafted if not item.left and item.loops > item.drafted]
 
     def _drafts_after(self, item: Item) -> bool:
         assert self.draft_loops is not None

@@ -1,4 +1,4 @@
-"""What an engine did, and what its launches take."""
+"""What an engine did."""
 
 from __future__ import annotations
 
@@ -9,36 +9,6 @@ from typing import Any
 
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
-
-FORGETS = 0.98
-"""What a launch counts for, once another of its kind has run."""
-
-
-@dataclass
-class LaunchTime:
-    """Seconds of one kind of launch as ``fixed_s + row_s * rows``, by least squares over the newest of them."""
-
-    n: float = 0.0
-    rows: float = 0.0
-    rows2: float = 0.0
-    s: float = 0.0
-    rows_s: float = 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        """A launch of so many rows took so long."""
-        for name, x in (("n", 1.0), ("rows", rows), ("rows2", rows * rows), ("s", seconds), ("rows_s", rows * seconds)):
-            setattr(self, name, FORGETS * getattr(self, name) + x)
-
-    @property
-    def fixed_s(self) -> float:
-        """Of a launch, however many its rows."""
-        if not self.n:
-            return 0.0
-        spread = self.rows2 / self.n - (self.rows / self.n) ** 2
-        if spread < 0.25:
-            return self.s / self.n
-        row_s = max((self.rows_s / self.n - self.rows * self.s / self.n**2) / spread, 0.0)
-        return max((self.s - row_s * self.rows) / self.n, 0.0)
 
 
 class Stopwatch:

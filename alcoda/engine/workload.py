@@ -63,23 +63,30 @@ UNIFORM = Mode("uniform")
 @dataclass(frozen=True)
 class Script:
     """What is drawn where the weights are random, and drafts of it could not be right: a token of each row and
-    position, and whether a draft is it. Both are pure functions of row and position."""
+    position, and whether a draft is it. Both are pure functions of row and position, and the second of loops.
+
+    Attributes:
+        coins: by row and position, from 0 to 1: a draft is right where it is below the acceptance.
+        acceptance: the share of drafts that are right, by the loops that they are drawn after, from 1; beyond them the
+            last.
+    """
 
     tokens: Sequence[Sequence[int]]
-    agrees: Sequence[Sequence[bool]]
+    coins: Sequence[Sequence[float]]
+    acceptance: Sequence[float]
     n_vocab: int
 
     @classmethod
-    def of(cls, n_rows: int, n_tokens: int, n_vocab: int, acceptance: float, seed: int = 0) -> Script:
-        """Of random tokens; a draft is right with probability ``acceptance``."""
+    def of(cls, n_rows: int, n_tokens: int, n_vocab: int, acceptance: Sequence[float], seed: int = 0) -> Script:
+        """Of random tokens."""
         tokens_BT = (uniform(n_rows * n_tokens, _TOKENS, seed) * n_vocab).astype(int).reshape(n_rows, n_tokens)
-        agrees_BT = (uniform(n_rows * n_tokens, _COINS, seed) < acceptance).reshape(n_rows, n_tokens)
-        return cls(tokens_BT.tolist(), agrees_BT.tolist(), n_vocab)
+        coins_BT = uniform(n_rows * n_tokens, _COINS, seed).reshape(n_rows, n_tokens)
+        return cls(tokens_BT.tolist(), coins_BT.tolist(), acceptance, n_vocab)
 
-    def draft(self, row: int, position: int) -> int:
-        """What is drafted there."""
-        token = self.tokens[row][position]
-        return token if self.agrees[row][position] else (token + 1) % self.n_vocab
+    def draft(self, row: int, position: int, loops: int) -> int:
+        """What is drafted there after so many loops."""
+        token, acceptance = self.tokens[row][position], self.acceptance[min(loops, len(self.acceptance)) - 1]
+        return token if self.coins[row][position] < acceptance else (token + 1) % self.n_vocab
 
 
 class Scripted(Engine):
@@ -101,7 +108,8 @@ class Scripted(Engine):
 
     def _draft(self, item: Item, drawn: Drawn | str) -> list[Item]:
         if isinstance(drawn, Drawn):
-            drawn = drawn._replace(token=self.script.draft(item.completion.request.sampling.seed, item.position + 1))
+            row = item.completion.request.sampling.seed
+            drawn = drawn._replace(token=self.script.draft(row, item.position + 1, item.loops))
         return super()._draft(item, drawn)
 
 

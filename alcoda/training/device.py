@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from alcoda.errors import UsageError
+from alcoda.model.config import ModelConfig
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -42,6 +43,21 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}. Allowed: auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+SMALL_WIDTH = 256
+"""Up to this width a product of a few rows takes less time in fp32 than in bf16 on a CPU, where to begin one takes
+longer than the product (docs/LOG.md)."""
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Whether decoding a model on a CPU is faster in fp32."""
+    return config.d_model <= SMALL_WIDTH
+
+
+def decode_dtype(name: str, picked: torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """What decoding is computed in: as asked, and where it is ``auto``, fp32 for small models on a CPU."""
+    return torch.float32 if name == "auto" and device.type == "cpu" and is_small(config) else picked
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import hold_in
 from alcoda.model.prefill import Prefill, Reading, prefills
 from alcoda.training import checkpoint
-from alcoda.training.device import keep_freed_memory, pick_device, pick_dtype
+from alcoda.training.device import decode_dtype, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
 
@@ -44,6 +44,7 @@ class LoadedRun:
         model: in evaluation mode; its linear maps in ``dtype``, everything else in fp32.
         tokenizer: the one that it was trained with.
         dtype: what its passes are computed in (autocast).
+        decode_dtype: what those of the engine are, whose products have few rows.
         train_step: of the checkpoint that was loaded.
     """
 
@@ -53,6 +54,7 @@ class LoadedRun:
     tokenizer: Tokenizer
     dtype: torch.dtype
     train_step: int
+    decode_dtype: torch.dtype
 
     def prefill(self, choice: Prefill | str | None, otherwise: str) -> Prefill:
         """How rows are read where the model has a memory: a choice or its name; ``otherwise`` where None.
@@ -172,7 +174,8 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     picked = pick_dtype(dtype, on)
     if picked != torch.float32:
         hold_in(model, picked)
-    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"])
+    decodes_in = decode_dtype(dtype, picked, on, recipe.model)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"], decodes_in)
 
 
 def check_tokenizer(run: RunFolder, path: Path, tokenizer: Tokenizer) -> None:

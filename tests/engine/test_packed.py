@@ -43,7 +43,7 @@ def tokens(model: RecurrentLM) -> list[list[int]]:
 def test_the_engine_says_what_it_says_without(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = in_bf16(head=head)
     with_layout = tokens(model)
-    assert isinstance(packed.served(model, torch.float32).head, packed.PackedHead)
+    assert isinstance(packed.served(model, torch.float32).head, packed.PlainHead)
     monkeypatch.setattr("alcoda.engine.runner.served", lambda model, dtype: model)
     assert tokens(model) == with_layout
 

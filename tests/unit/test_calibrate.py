@@ -177,7 +177,7 @@ def run(tmp_path: Path) -> LoadedRun:
     model = RecurrentLM(validate(ModelConfig, CONFIG)).init(0).eval()
     recipe: Any = SimpleNamespace(model=model.config)
     tokenizer: Any = SimpleNamespace(sha256="words")
-    return LoadedRun(RunFolder(tmp_path), recipe, model, tokenizer, torch.float32, 7)
+    return LoadedRun(RunFolder(tmp_path), recipe, model, tokenizer, torch.float32, 7, torch.float32)
 
 
 def given(monkeypatch: pytest.MonkeyPatch, text: Tabled) -> None:
