@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,8 +67,8 @@ class ExitTest:
         self.threshold_R = torch.tensor(bounds.thresholds, dtype=torch.float64, device=model.embed.weight.device)
         self._rounded_R = self.threshold_R
 
-    def of_row(self, row: int) -> ExitTest:
-        """The test for a text that is read alone and is row ``row`` of what it was recorded on."""
+    def of_rows(self, rows: Sequence[int]) -> ExitTest:
+        """The test for texts that are these rows of what it was recorded on, in a pass of their own."""
         return self
 
     def start(self, h_ND: Tensor, where: Where) -> Kept:
@@ -121,8 +121,9 @@ class TraceTest(ExitTest):
             raise UsageError(f"exit trace: it has depths up to {deepest}, and {n_loops} loops run; run {deepest}")
         self.depths_BT, self.coda_keys = trace.depths_BT.to(model.embed.weight.device), trace.coda_keys
 
-    def of_row(self, row: int) -> ExitTest:
-        trace = Trace(self.depths_BT[row : row + 1], self.n_loops, self.coda_keys or "at_exit")
+    def of_rows(self, rows: Sequence[int]) -> ExitTest:
+        depths_BT = torch.cat([self.depths_BT[row : row + 1] for row in rows])
+        trace = Trace(depths_BT, self.n_loops, self.coda_keys or "at_exit")
         return TraceTest(self.model, self.bounds, trace)
 
     def begin(self, h_ND: Tensor, where: Where) -> Kept:

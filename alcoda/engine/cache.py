@@ -18,8 +18,8 @@ from torch import Tensor
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.config import ModelConfig
-from alcoda.model.exit_keys import CODA
-from alcoda.model.keys import CORE, Keys, RowKeys, RowsView, Slot
+from alcoda.model.exit_keys import CODA, CopiedKeys
+from alcoda.model.keys import CORE, Keys, RowKeys, RowsView, Slot, View
 
 STAGES = ("prelude", CORE, CODA)
 
@@ -94,7 +94,7 @@ class Arena:
         coda_per_loop: bool = True,
         policy: CachePolicy = PER_LOOP,
     ) -> None:
-        self.n_tokens, self.n_loops = n_tokens, n_loops
+        self.n_tokens, self.n_loops, self.policy = n_tokens, n_loops, policy
         self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop, policy), n_tokens)
         heads, width = config.block.attention.kv_heads(config.shape.n_heads), config.shape.d_head
         self.kv: dict[str, Tensor] = {
@@ -163,6 +163,17 @@ class Arena:
             for loop in range(kv.size(2))
         }
 
+    def fill(self, slots: dict[Slot, Keys], texts: Sequence[tuple[int, int]]) -> None:
+        """Put the keys of texts that were read together, ``k_BGSK, v_BGSK`` by slot, where they belong.
+
+        Args:
+            texts: where each begins, and how many tokens it has; what is behind them is padding.
+        """
+        for (stage, layer, loop), keys in slots.items():
+            for kept_GSK, x_BGSK in zip(self.kv[stage][:, layer, loop], keys, strict=True):
+                for (start, n_tokens), x_GSK in zip(texts, x_BGSK, strict=True):
+                    kept_GSK[:, start : start + n_tokens] = x_GSK[:, :n_tokens]
+
     def copy_deeper(self, stage: str, places: Sequence[tuple[int, int]]) -> None:
         """The keys of some tokens at some slot, into all deeper slots.
 
@@ -186,6 +197,18 @@ class Arena:
         """Put what `newest` gives in its place."""
         at_N, kv = torch.tensor(places, device=self.kv[stage].device), self.kv[stage]
         kv[:, :, 0, :, at_N] = kv_N2LGK.permute(1, 2, 3, 0, 4).to(kv.dtype)
+
+
+class WholeKeys(CopiedKeys):
+    """Keys of whole texts that are read together, padded behind their ends. No token sees what is behind it, so
+    that a pass needs no mask of padding."""
+
+    def open(
+        self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
+    ) -> View:
+        """As `KeyStore.open`, whichever tokens are live."""
+        assert pos_BT is None
+        return super().open(n_tokens, n_loops, None, None, device)
 
 
 class RowStore:

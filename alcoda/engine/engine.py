@@ -7,7 +7,7 @@ not, a completion ends, a request failed and the others go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,7 @@ from alcoda.engine.pace import LaunchTime, best_min_coda
 from alcoda.engine.request import Completion, Finish, Item, Request, Token
 from alcoda.engine.runner import Runner
 from alcoda.engine.sampling import Drawn, Row, draw
-from alcoda.engine.scheduler import Coda, Core, Piece, Scheduler
+from alcoda.engine.scheduler import Coda, Core, Part, Piece, Scheduler
 from alcoda.engine.stats import Stats
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
@@ -41,11 +41,11 @@ class Options:
             more than `CACHE_TOKENS`.
         refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
         min_coda: tokens that have left wait for so many; None: as many as pays, by what launches have taken so far.
-        chunk_tokens: of a prompt that are read at one time.
+        chunk_tokens: of a prompt that are read at one time, or of several prompts that are read together.
         draft_loops: drafts of the next token after so many loops, where a launch has room to spare (the wavefront);
             None: none.
-        deterministic: every launch is filled up to ``width``, so that a completion does not depend on others to the
-            bit.
+        deterministic: every launch is filled up to ``width`` and each prompt is read alone, so that a completion does
+            not depend on others to the bit.
         cache: what a token leaves in the cache; another than per_loop reads prompts token by token, and drafts nothing.
     """
 
@@ -110,7 +110,7 @@ class Engine:
         fill = options.deterministic
         self.runner = Runner(model, n_loops, n_tokens, options.width, dtype, fill, n_rows, options.cache)
         self.scheduler = Scheduler(
-            options.width, self._min_coda, self._piece_tokens, options.draft_loops, options.refill
+            options.width, self._min_coda, self._piece_tokens, options.draft_loops, options.refill, self._kind
         )
         self.running: set[Completion] = set()
         self.stats = Stats()
@@ -181,10 +181,10 @@ class Engine:
             # A recorded trace says here where it is too short, and not in a launch with others.
             none_1D = torch.zeros(1, self.model.config.d_model, device=self.runner.device)
             last = torch.tensor([len(request.prompt) + request.max_tokens - 2], device=self.runner.device)
-            test.of_row(request.row).start(none_1D, Where(torch.zeros_like(last), last))
+            test.of_rows([request.row]).start(none_1D, Where(torch.zeros_like(last), last))
         if n_loops > self.n_loops:
             raise UsageError(f"loops={n_loops}: this engine keeps keys of {self.n_loops} loops; ask for no more")
-        self.runner.reader(request, n_loops, 1).check_prefill(request.prefill)
+        self.runner.prompts.reader([request], n_loops, 1).check_prefill(request.prefill)
         return n_loops
 
     def cancel(self, completion: Completion) -> None:
@@ -211,8 +211,8 @@ class Engine:
         match launch:
             case Core(items):
                 self._try(_completions(items), lambda: self._core(items))
-            case Piece(completion, start, stop):
-                self._try([completion], lambda: self._piece(completion, start, stop))
+            case Piece(parts):
+                self._try([part.completion for part in parts], lambda: self._piece(parts))
             case Coda(leaving, drafting):
                 self._try(_completions([*leaving, *drafting]), lambda: self._coda(leaving, drafting))
         self.stats.wall_s += perf_counter() - began
@@ -262,18 +262,22 @@ class Engine:
         self._took("core", len(items), began)
         self.scheduler.ran(items, leaves)
 
-    def _piece(self, completion: Completion, start: int, stop: int) -> None:
+    def _piece(self, parts: list[Part]) -> None:
         began = perf_counter()
-        logits_NV = self.runner.read(completion, start, stop)
-        self._took("piece", stop - start, began)
-        self.stats.prompt_tokens += stop - start
-        if not self.scheduler.read(completion, stop - start):
+        logits_NV = self.runner.read(parts)
+        n_tokens = sum(part.stop - part.start for part in parts)
+        self._took("piece", n_tokens, began)
+        self.stats.prompt_tokens += n_tokens
+        done = [one for one, start, stop in parts if self.scheduler.read(one, stop - start)]
+        if logits_NV is None:
             return
-        self.stats.prompt_loops.update(completion.prompt_loops)
-        drawn = self._draw(logits_NV, [completion.row()])[0]
-        token = self._keep(completion, drawn, completion.prompt_loops[-1], ())
-        if token is not None:
-            self._begin([self._next(completion, len(completion.request.prompt), token)])
+        begins: list[Item] = []
+        for completion, one in zip(done, self._draw(logits_NV, [one.row() for one in done]), strict=True):
+            self.stats.prompt_loops.update(completion.prompt_loops)
+            token = self._keep(completion, one, completion.prompt_loops[-1], ())
+            if token is not None:
+                begins.append(self._next(completion, len(completion.request.prompt), token))
+        self._begin(begins)
 
     def _coda(self, leaving: list[Item], drafting: list[Item]) -> None:
         began = perf_counter()
@@ -431,6 +435,13 @@ class Engine:
         prefill = completion.request.prefill
         whole = self.runner.carries and prefill is not None and not prefill.is_exact
         return len(completion.request.prompt) if whole else self.options.chunk_tokens
+
+    def _kind(self, completion: Completion) -> Hashable:
+        """Prompts of one kind are read alike, so that one pass can read several; None: it is read alone. Bits depend on
+        what else is in a pass, and a cache of one slot for all loops has no such pass."""
+        if self.options.deterministic or not self.options.cache.is_parallel:
+            return None
+        return completion.request.test, completion.n_loops, completion.request.prefill
 
 
 def _completions(items: list[Item]) -> list[Completion]:

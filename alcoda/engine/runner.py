@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alcoda.depth.exiting import Exits, pick_coda_keys
-from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.cache import Arena, RowStore, Span
 from alcoda.engine.packed import served
-from alcoda.engine.request import Completion, Item, Request, Step, filler
+from alcoda.engine.prompts import Prompts
+from alcoda.engine.request import Completion, Item, Step, filler
+from alcoda.engine.scheduler import Part
 from alcoda.engine.stats import Stopwatch
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA
@@ -26,7 +26,6 @@ from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.positions import Rotation
 from alcoda.model.precision import at_least_fp32
-from alcoda.model.prefill import Reader
 from alcoda.model.state import Begun, State
 from alcoda.training.device import autocast
 
@@ -106,6 +105,7 @@ class Runner:
         self.device = model.embed.weight.device
         held = dtype if dtype == torch.bfloat16 else model.embed.weight.dtype
         self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, policy=policy)
+        self.prompts = Prompts(self.model, self.arena)
         self.policy, self.sums = policy, Bank(n_rows + 1)
         self.windows = (None, *model.config.block.windows())
         self.carries = model.config.memory.carries
@@ -125,49 +125,13 @@ class Runner:
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def open(self, completion: Completion) -> None:
-        """Make ready to read a prompt into the completion's span."""
-        assert completion.span is not None
-        reader = self.reader(completion.request, completion.n_loops, completion.span.stop - completion.span.start)
-        completion.coda_per_loop = reads_every_loop(completion.request.test)
-        slots = self.arena.slots(completion.span)
-        if not completion.coda_per_loop:
-            # The reader writes the coda's keys at whatever loop it reads out; all are one slot.
-            last = [slot for slot in slots if slot[0] == CODA]
-            slots |= {(stage, layer, loop): slots[stage, layer, 0] for stage, layer, _ in last for loop in self._loops}
-        reader.store.slots = slots
-        completion.reader = reader
+        """As `Prompts.open`."""
+        self.prompts.open(completion)
 
-    def reader(self, request: Request, n_loops: int, n_tokens: int) -> Reader:
-        """What reads the prompt of a request."""
-        if request.test is None:
-            return Reader(self.model, n_loops, n_tokens, self.policy)
-        exits = Exits(
-            request.test.of_row(request.row), pick_coda_keys(request.test, None), cache=self.policy, compact=True
-        )
-        return ExitReader(self.model, exits, n_tokens)
-
-    @property
-    def _loops(self) -> range:
-        return range(self.n_loops)
-
-    def read(self, completion: Completion, start: int, stop: int) -> Tensor:
-        """Read a piece of a prompt; logits of the token after it, [1, V]."""
-        request, reader = completion.request, completion.reader
-        prompt, last = request.prompt, stop == len(request.prompt)
-        ids_BT = torch.tensor([prompt[start:stop]], device=self.device)
+    def read(self, parts: Sequence[Part]) -> Tensor | None:
+        """As `Prompts.read`."""
         with self.passes(), self.in_model:
-            y_BTD = reader.read(ids_BT, request.prefill if request.test is None else None)
-            logits_NV = self.model.logits(y_BTD[:, -1]) if last else y_BTD[:, -1]
-        if isinstance(reader, ExitReader):
-            completion.prompt_loops += reader.depths_BT()[0].tolist()
-            reader.depths.clear()
-        else:
-            completion.prompt_loops += [completion.n_loops] * (stop - start)
-        if last:
-            reader.store.settle()
-            completion.carried_LD = None if reader.carried_BLD is None else reader.carried_BLD[0]
-            completion.reader = None
-        return logits_NV
+            return self.prompts.read(parts)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -396,11 +360,6 @@ class Runner:
             rows.append(carried_LD)
         carried_BLD = torch.stack(rows)
         return self.model.memory.recall(torch.cat([carried_BLD, carried_BLD[:, :1]], 1))
-
-
-def reads_every_loop(test: ExitTest | None) -> bool:
-    """Whether the coda reads a text with keys of each loop."""
-    return test is not None and pick_coda_keys(test, None) == "per_loop"
 
 
 def _span(item: Item) -> Span:

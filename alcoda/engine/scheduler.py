@@ -1,14 +1,15 @@
 """What runs next. Pure Python: it knows tokens as items, and nothing of tensors.
 
-Every launch is one of three (docs/design, section 8): the coda of tokens that have left the loop, a piece of a prompt,
-or a loop of tokens at any depths. Tokens that stay in the loop keep their place at the front, those that follow one
-that left fill the room it made, and where room is to spare, drafts do (the wavefront).
+Every launch is one of three (docs/design, section 8): the coda of tokens that have left the loop, a piece of a prompt
+or several whole ones, or a loop of tokens at any depths. Tokens that stay in the loop keep their place at the front,
+those that follow one that left fill the room it made, and where room is to spare, drafts do (the wavefront).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from alcoda.engine.cache import Span
@@ -16,6 +17,8 @@ from alcoda.engine.request import Completion, Item
 
 BYPASS = 16
 """How many requests may begin before one that waits for room and came first."""
+EVEN = 0.75
+"""Prompts that are read together are padded to the longest of them: the shortest is at least this much of it."""
 
 
 class Coda(NamedTuple):
@@ -30,12 +33,18 @@ class Coda(NamedTuple):
     drafting: list[Item]
 
 
-class Piece(NamedTuple):
-    """Read tokens ``start`` to ``stop`` - 1 of a prompt."""
+class Part(NamedTuple):
+    """Tokens ``start`` to ``stop`` - 1 of a prompt."""
 
     completion: Completion
     start: int
     stop: int
+
+
+class Piece(NamedTuple):
+    """Read a part of one prompt, or several prompts whole, in one pass."""
+
+    parts: list[Part]
 
 
 class Core(NamedTuple):
@@ -56,6 +65,7 @@ class Scheduler:
         piece: length of the next piece of a prompt of which so many tokens are read.
         draft_loops: after how many loops the next token is drafted; None: never.
         refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
+        kind: prompts of one kind can be read in one pass; None: of one that is read alone.
     """
 
     def __init__(
@@ -65,8 +75,9 @@ class Scheduler:
         piece: Callable[[Completion], int],
         draft_loops: int | None = None,
         refill: bool = True,
+        kind: Callable[[Completion], Hashable] = lambda completion: None,
     ) -> None:
-        self.width, self.min_coda, self.piece = width, min_coda, piece
+        self.width, self.min_coda, self.piece, self.kind = width, min_coda, piece, kind
         self.draft_loops, self.refill = draft_loops, refill
         self.waiting: deque[Completion] = deque()
         self.reading: deque[Completion] = deque()
@@ -149,13 +160,30 @@ class Scheduler:
                 return Coda(leaving, [*drafting, *self._doubtful()][:room])
         if can_read:
             self._may_read = False
-            completion = self.reading[0]
-            start = completion.n_read
-            return Piece(completion, start, min(start + self.piece(completion), len(completion.request.prompt)))
+            return Piece(self._parts())
         items = [self.ready.popleft() for _ in range(min(self.width, len(self.ready)))]
         items += self._spare(self.width - len(items))
         self._may_read = True
         return Core(items) if items else None
+
+    def _parts(self) -> list[Part]:
+        """The next part of the prompt that came first; where that is all of it, those right behind it that can be read
+        in the same pass: of its kind, about as long, and with their padding no more tokens than a piece of one prompt
+        has."""
+        first = self.reading[0]
+        start, n_most = first.n_read, self.piece(first)
+        parts = [Part(first, start, min(start + n_most, len(first.request.prompt)))]
+        kind = self.kind(first)
+        if kind is None or parts[0].stop - start < len(first.request.prompt):
+            return parts
+        shortest = longest = parts[0].stop
+        for one in islice(self.reading, 1, self.width):
+            length = len(one.request.prompt)
+            shortest, longest = min(shortest, length), max(longest, length)
+            if (len(parts) + 1) * longest > n_most or shortest < EVEN * longest or self.kind(one) != kind:
+                break  # nobody is passed over
+            parts.append(Part(one, 0, length))
+        return parts
 
     def _spare(self, n: int) -> list[Item]:
         """Drafts that may run a loop: each behind what it follows, whose keys it reads."""

@@ -65,8 +65,8 @@ def noted_launches(engine: Engine) -> list[set[Completion]]:
                 found.append({item.completion for item in items})
             case Coda(leaving, drafting):
                 found.append({item.completion for item in (*leaving, *drafting)})
-            case Piece(completion, _, _):
-                found.append({completion})
+            case Piece(parts):
+                found.append({part.completion for part in parts})
         return launch
 
     engine.scheduler.next = noted  # pyrefly: ignore

@@ -38,8 +38,8 @@ def names(launch: Launch | None) -> list[Any]:
             return [item.completion.request.name for item in items]
         case Coda(leaving, drafting):
             return [item.completion.request.name for item in (*leaving, *drafting)]
-        case Piece(one, _, _):
-            return [one.request.name]
+        case Piece(parts):
+            return [part.completion.request.name for part in parts]
     return []
 
 
@@ -82,8 +82,8 @@ def test_one_piece_of_a_prompt_between_two_loops() -> None:
         launch = s.next()
         kinds.append(type(launch).__name__)
         if isinstance(launch, Piece):
-            assert (launch.start, launch.stop) == (one.n_read, min(one.n_read + 2, 9))
-            s.read(one, launch.stop - launch.start)
+            assert launch.parts == [(one, one.n_read, min(one.n_read + 2, 9))]
+            s.read(one, launch.parts[0].stop - launch.parts[0].start)
         elif isinstance(launch, Core):
             s.ran(launch.items, [False] * len(launch.items))
     assert kinds == ["Piece", "Core"] * 3
@@ -94,11 +94,73 @@ def test_prompts_follow_each_other_where_nobody_waits() -> None:
     for name in "ab":
         s.add(completion(n_prompt=4, name=name))
     s.admit(lambda c: Span(0, c.n_tokens), 9)
+    assert pieces(s) == [[("a", 0, 2)], [("a", 2, 4)], [("b", 0, 2)], [("b", 2, 4)]] and s.next() is None
+
+
+def pieces(s: Scheduler) -> list[list[tuple[Any, int, int]]]:
+    """Which parts of which prompts are read in each launch, while nothing else runs."""
     found = []
     while isinstance(launch := s.next(), Piece):
-        found.append((launch.completion.request.name, launch.start, launch.stop))
-        s.read(launch.completion, launch.stop - launch.start)
-    assert found == [("a", 0, 2), ("a", 2, 4), ("b", 0, 2), ("b", 2, 4)] and launch is None
+        found.append([(one.request.name, start, stop) for one, start, stop in launch.parts])
+        for one, start, stop in launch.parts:
+            s.read(one, stop - start)
+    return found
+
+
+def reading(*lengths: int, kinds: str = "kkkkkkkk", piece: int = 12, **more: Any) -> Scheduler:
+    """Prompts of these lengths and kinds (``-``: none); their names are their places."""
+
+    def kind(one: Completion) -> str | None:
+        found = kinds[one.request.name]
+        return None if found == "-" else found
+
+    s = scheduler(piece=piece, kind=kind, **more)
+    for name, n_prompt in enumerate(lengths):
+        s.add(completion(n_prompt=n_prompt, name=name))
+    s.admit(lambda c: Span(0, c.n_tokens), 99)
+    return s
+
+
+@pytest.mark.parametrize(
+    ("lengths", "how", "together"),
+    [
+        ((4, 4, 4, 4), {}, [[0, 1, 2], [3]]),  # 12 tokens
+        ((4, 4, 3, 4), {}, [[0, 1, 2], [3]]),  # what pads them counts
+        ((4, 3, 4, 5), {"piece": 99}, [[0, 1, 2], [3]]),  # 3 is less than 0.75 of 5
+        ((3, 4, 5), {"piece": 99}, [[0, 1], [2]]),
+        ((8, 2, 8), {"piece": 99}, [[0], [1], [2]]),  # nobody is passed over
+        ((4, 4, 4, 4), {"kinds": "kjjk"}, [[0], [1, 2], [3]]),
+        ((4, 4, 4, 4), {"kinds": "kk--"}, [[0, 1], [2], [3]]),
+        ((1, 1, 1, 1, 1), {"width": 2}, [[0, 1], [2, 3], [4]]),  # no more rows than a launch may have
+        ((12, 12), {}, [[0], [1]]),
+        ((30, 6, 6), {}, [[0], [0], [0], [1, 2]]),  # the end of a long one is read alone
+    ],
+    ids=str,
+)
+def test_prompts_that_are_read_together(lengths: tuple[int, ...], how: dict[str, Any], together: list[Any]) -> None:
+    found = pieces(reading(*lengths, **how))
+    assert [[name for name, _, _ in parts] for parts in found] == together
+    read = dict.fromkeys(range(len(lengths)), 0)
+    for parts in found:
+        for name, start, stop in parts:
+            assert start == read[name]
+            read[name] = stop
+    assert tuple(read.values()) == lengths, "each of its tokens, and once"
+
+
+def test_one_launch_of_prompts_between_two_loops() -> None:
+    s = reading(4, 4, 4, 4, 4)
+    begin(s, "in")
+    kinds = []
+    for _ in range(4):
+        launch = s.next()
+        kinds.append(type(launch).__name__)
+        if isinstance(launch, Piece):
+            for one, start, stop in launch.parts:
+                s.read(one, stop - start)
+        elif isinstance(launch, Core):
+            s.ran(launch.items, [False] * len(launch.items))
+    assert kinds == ["Piece", "Core", "Piece", "Core"] and not s.reading
 
 
 # -- out of the loop --------------------------------------------------------------------------------------------------
@@ -132,9 +194,10 @@ def test_everything_ends_whatever_is_waited_for(min_coda: int, seed: int, refill
         running += len(s.admit(lambda c: Span(0, c.n_tokens), 4 - running))
         launch = s.next()
         match launch:
-            case Piece(one, start, stop):
-                if s.read(one, stop - start):
-                    begin_next(s, one)
+            case Piece(parts):
+                for one, start, stop in parts:
+                    if s.read(one, stop - start):
+                        begin_next(s, one)
             case Core(items):
                 s.ran(items, [rng.random() < 0.4 for _ in items])
             case Coda(leaving, _):
