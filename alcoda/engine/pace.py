@@ -67,7 +67,9 @@ def seconds_per_token(min_coda: int, n_running: int, loops: Counter[int], core: 
     depths, weights, draws = list(loops), list(loops.values()), random.Random(0)
     left = deque([0] * (max(depths) + 1))
     """Tokens in the loop, by how many loops are left to them."""
-    out, tokens, seconds = n_running, 0, 0.0
+    for depth in draws.choices(depths, weights, k=n_running):
+        left[draws.randint(1, depth)] += 1  # as they may be found: not in step
+    out, tokens, seconds = 0, 0, 0.0
     while tokens < max(SIMULATED * n_running, LEAST):
         inside = n_running - out
         if out >= min_coda or not inside:
