@@ -247,8 +247,9 @@ def _attend_rows(
 ) -> Tensor:
     """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
     CPU, and a row's result would depend on the longest. A GPU, which a call a row would keep waiting, gathers them."""
-    seen = slice(None if view.window is None else -view.window, None)
-    k_rows, v_rows = ([x_1GSK[:, :, seen] for x_1GSK in rows] for rows in (k_W1GSK, v_W1GSK))
+    k_rows, v_rows = list(k_W1GSK), list(v_W1GSK)
+    if view.window is not None:
+        k_rows, v_rows = ([x_1GSK[:, :, -view.window :] for x_1GSK in rows] for rows in (k_rows, v_rows))
     if q_WH1K.device.type != "cpu":
         return attend_padded(q_WH1K, k_rows, v_rows)
     rows = [_attend_fused(q, k, v, None) for q, k, v in zip(q_WH1K.split(1), k_rows, v_rows, strict=True)]
