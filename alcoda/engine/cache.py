@@ -183,10 +183,8 @@ class Arena:
         kv = self.kv.get(stage)
         if kv is None:
             return
-        copies = [(slot, deeper, at) for slot, at in places for deeper in range(slot + 1, kv.size(2))]
-        if copies:
-            source_N, target_N, at_N = torch.tensor(copies, device=kv.device).unbind(1)
-            kv[:, :, target_N, :, at_N] = kv[:, :, source_N, :, at_N]
+        for slot, at in places:  # few leave at one time: a copy each takes less than one of all by index
+            kv[:, :, slot + 1 :, :, at] = kv[:, :, slot : slot + 1, :, at]
 
     def newest(self, stage: str, places: Sequence[int]) -> Tensor:
         """Keys and values of some tokens in the only slot of a stage, [N, 2, layer, G, K]."""

@@ -424,7 +424,7 @@ class Engine:
             return self.options.min_coda
         n_running = min(self.scheduler.n_running, self.options.width)
         found = self._paces.get(n_running)
-        if found is None or self.stats.tokens > 2 * found[0]:
+        if found is None or self.stats.tokens > 4 * found[0]:
             core, coda = (self._times[kind] for kind in ("core", "coda"))
             found = self.stats.tokens, best_min_coda(n_running, self.stats.loops, core, coda)
             self._paces[n_running] = found

@@ -39,7 +39,7 @@ class LaunchTime:
         return max((self.s - self.row_s * self.rows) / self.n, 0.0) if self.n else 0.0
 
 
-SIMULATED = 16
+SIMULATED = 12
 """Tokens of each completion that are simulated, and as many at the least as a mean needs."""
 LEAST = 200
 
@@ -88,8 +88,8 @@ def seconds_per_token(min_coda: int, n_running: int, loops: Counter[int], core: 
 
 
 def _tried(n_running: int) -> list[int]:
-    """1 to ``n_running``, with steps of about a quarter."""
+    """1 to ``n_running``, with steps of about a third."""
     found = [1]
     while found[-1] < n_running:
-        found.append(min(max(found[-1] + 1, found[-1] * 5 // 4), n_running))
+        found.append(min(max(found[-1] + 1, found[-1] * 4 // 3), n_running))
     return found

@@ -17,6 +17,8 @@ from alcoda.engine.request import Completion, Item
 
 BYPASS = 16
 """How many requests may begin before one that waits for room and came first."""
+UNDISTURBED = 4
+"""How many pieces' tokens are read in one pass while nothing else runs: many rows share the reading of the weights."""
 EVEN = 0.75
 """Prompts that are read together are padded to the longest of them: the shortest is at least this much of it."""
 
@@ -169,13 +171,14 @@ class Scheduler:
     def _parts(self) -> list[Part]:
         """The next part of the prompt that came first; where that is all of it, those right behind it that can be read
         in the same pass: of its kind, about as long, and with their padding no more tokens than a piece of one prompt
-        has."""
+        has; or `UNDISTURBED` times as many where no token is in the loop that would wait."""
         first = self.reading[0]
         start, n_most = first.n_read, self.piece(first)
         parts = [Part(first, start, min(start + n_most, len(first.request.prompt)))]
         kind = self.kind(first)
         if kind is None or parts[0].stop - start < len(first.request.prompt):
             return parts
+        n_most *= 1 if self.ready or self.drafts or self.leaving else UNDISTURBED
         shortest = longest = parts[0].stop
         for one in islice(self.reading, 1, self.width):
             length = len(one.request.prompt)

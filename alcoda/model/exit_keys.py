@@ -96,8 +96,8 @@ class CopiedKeys(KeyStore):
         if self.active_BT is None or self._written.get(slot, 0) < self.n_tokens:
             return super().write(slot, k_BGTK, v_BGTK)
         held, copies = self.held(slot, k_BGTK, v_BGTK), self._of_pass(slot)
-        for there, x in zip(copies, kept(self.active_BT, (k_BGTK, v_BGTK), copies), strict=True):
-            there.copy_(x)
+        for there, x in zip(copies, (k_BGTK, v_BGTK), strict=True):
+            torch.where(self.active_BT[:, None, :, None], x, there, out=there)
         return held
 
     def settle(self) -> None:
@@ -105,15 +105,18 @@ class CopiedKeys(KeyStore):
 
     def leave(self, loop: int, leaves_BT: Tensor) -> None:
         """Tokens of the open pass leave after ``loop`` (from 0): their keys of it are copied into all deeper slots."""
-        if not bool(leaves_BT.any()):
+        row_N, token_N = leaves_BT.nonzero().unbind(1)
+        if not len(row_N):
             return
+        at_N = self._start + token_N
         for slot in [slot for slot in self.slots if slot[0] in self.n_slots and slot[2] == loop]:
             if self._written[slot] < self.n_tokens:  # a route let all of this pass out of the loop: they have no key
                 continue
             keys = self._of_pass(slot)
+            left = [x_BGTK[row_N, :, token_N] for x_BGTK in keys]
             for deeper in range(loop + 1, self.n_slots[slot[0]]):
-                for there, x in zip(self.held((*slot[:2], deeper), *keys), keys, strict=True):
-                    there[:, :, self._start :] = torch.where(leaves_BT[:, None, :, None], x, there[:, :, self._start :])
+                for there_BGSK, x_NGK in zip(self.held((*slot[:2], deeper), *keys), left, strict=True):
+                    there_BGSK[row_N, :, at_N] = x_NGK
         if loop in self.ran_BS and CORE in self.n_slots:
             ran_BT = self.ran_BS[loop][:, self._start :]
             for deeper in range(loop + 1, self.n_slots[CORE]):

@@ -31,6 +31,12 @@ EVEN, UNEVEN = (7, 7, 7, 7), (8, 7, 6, 8)
 over_lengths = pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
 
 
+@pytest.fixture(autouse=True)
+def _a_piece_is_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether anything else runs or not."""
+    monkeypatch.setattr("alcoda.engine.scheduler.UNDISTURBED", 1)
+
+
 def asked(lengths: tuple[int, ...], test: ExitTest | None = None, n_new: int = 4, **how: Any) -> list[Request]:
     generator = torch.Generator().manual_seed(len(lengths) + sum(lengths))
     prompts = [tuple(torch.randint(1, 64, (n,), generator=generator).tolist()) for n in lengths]

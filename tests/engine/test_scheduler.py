@@ -10,7 +10,7 @@ import pytest
 
 from alcoda.engine.cache import Span
 from alcoda.engine.request import Completion, Item, Request
-from alcoda.engine.scheduler import BYPASS, Coda, Core, Launch, Piece, Scheduler
+from alcoda.engine.scheduler import BYPASS, UNDISTURBED, Coda, Core, Launch, Piece, Scheduler
 
 
 def completion(n_prompt: int = 1, max_tokens: int = 4, name: Any = None) -> Completion:
@@ -107,7 +107,7 @@ def pieces(s: Scheduler) -> list[list[tuple[Any, int, int]]]:
     return found
 
 
-def reading(*lengths: int, kinds: str = "kkkkkkkk", piece: int = 12, **more: Any) -> Scheduler:
+def reading(*lengths: int, kinds: str = "k" * 14, piece: int = 12, **more: Any) -> Scheduler:
     """Prompts of these lengths and kinds (``-``: none); their names are their places."""
 
     def kind(one: Completion) -> str | None:
@@ -137,7 +137,10 @@ def reading(*lengths: int, kinds: str = "kkkkkkkk", piece: int = 12, **more: Any
     ],
     ids=str,
 )
-def test_prompts_that_are_read_together(lengths: tuple[int, ...], how: dict[str, Any], together: list[Any]) -> None:
+def test_prompts_that_are_read_together(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], how: dict[str, Any], together: list[Any]
+) -> None:
+    monkeypatch.setattr("alcoda.engine.scheduler.UNDISTURBED", 1)
     found = pieces(reading(*lengths, **how))
     assert [[name for name, _, _ in parts] for parts in found] == together
     read = dict.fromkeys(range(len(lengths)), 0)
@@ -146,6 +149,14 @@ def test_prompts_that_are_read_together(lengths: tuple[int, ...], how: dict[str,
             assert start == read[name]
             read[name] = stop
     assert tuple(read.values()) == lengths, "each of its tokens, and once"
+
+
+def test_more_are_read_while_nobody_waits() -> None:
+    alone = reading(*[4] * 14, width=32)
+    assert [len(parts) for parts in pieces(alone)] == [12, 2], f"{UNDISTURBED} times 12 tokens"
+    disturbed = reading(*[4] * 14, width=32)
+    begin(disturbed, "in")
+    assert [len(parts) for parts in pieces(disturbed)] == [3]
 
 
 def test_one_launch_of_prompts_between_two_loops() -> None:

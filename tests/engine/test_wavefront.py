@@ -63,7 +63,7 @@ def test_drafts_are_often_right_and_save_launches() -> None:
 
 def test_a_full_launch_has_no_drafts() -> None:
     model = often_right()
-    requests = [Request((5, 9, n), 6) for n in range(8)]
+    requests = [Request((5, 9, n), 4 + n) for n in range(8)]
     engine = engine_of(model, width=4, places=4, draft_loops=1)
     widths = []
     next_launch = engine.scheduler.next
