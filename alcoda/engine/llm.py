@@ -21,6 +21,7 @@ from alcoda.engine.engine import CACHE_TOKENS, Engine, Options, refuses
 from alcoda.engine.generated import Generated, Pieces, Texts
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
+from alcoda.engine.service import Service
 from alcoda.engine.text import check_stop
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cache_policy import CachePolicy, pick_cache
@@ -229,6 +230,10 @@ class LM:
         texts = request.halt
         assert isinstance(texts, Texts)
         return Pieces(completion, texts, lambda: next(steps, None) is not None)
+
+    def service(self, engine: Options | None = None, loops: int | None = None) -> Service:
+        """An engine of this model for `asyncio`, whose prompts share launches; arguments as `Service`."""
+        return Service(self, Options() if engine is None else engine, loops)
 
     def request(
         self,
