@@ -69,14 +69,24 @@ class PlainHead(TiedHead):
 
     def __init__(self, weight_VD: Tensor) -> None:
         super().__init__()
-        self.weight_VD_ = weight_VD.detach().to(torch.bfloat16)
+        self.weight = nn.Parameter(weight_VD.detach().to(torch.bfloat16), requires_grad=False)
 
     def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
         y_ND = y_BTD.to(torch.bfloat16).flatten(0, -2)
-        logits_NV = (
-            torch.mv(self.weight_VD_, y_ND[0])[None] if y_ND.size(0) == 1 else torch.mm(self.weight_VD_, y_ND.t()).t()
-        )
+        one = y_ND.size(0) == 1
+        logits_NV = torch.mv(self.weight, y_ND[0])[None] if one else torch.mm(self.weight, y_ND.t()).t()
         return logits_NV.unflatten(0, y_BTD.shape[:-1])
+
+
+class TurnedHead(TiedHead):
+    """A tied head in fp32, the weights of each input side by side in memory. For inference."""
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        super().__init__()
+        self.weight = _side_by_side(weight_VD)
+
+    def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
+        return F.linear(y_BTD, self.weight)
 
 
 def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
@@ -97,6 +107,8 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
         packed = _packed(model, PackedLinear if in_bf16 else _turned)
         if in_bf16:
             packed.head = PlainHead(model.head_weight_VD)
+        elif type(model.head) is TiedHead:
+            packed.head = TurnedHead(model.head_weight_VD)
         found = _SERVED[model] = (state, packed)
     return found[1]
 
@@ -117,8 +129,6 @@ def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
     """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
     packed = served(model, dtype)
     own = {p.data_ptr(): p.numel() * p.element_size() for m in (model, packed) for p in m.parameters()}
-    if isinstance(packed.head, PlainHead):
-        own[packed.head.weight_VD_.data_ptr()] = 2 * packed.head.weight_VD_.numel()
     return sum(own.values()) + sum(2 * m.laid_out.numel() for m in packed.modules() if isinstance(m, PackedLinear))
 
 
@@ -139,8 +149,11 @@ def _turned(linear: nn.Linear) -> nn.Linear:
     """A map in fp32, the weights of each input side by side in memory."""
     with torch.device("meta"):
         new = nn.Linear(linear.in_features, linear.out_features, bias=False)
-    weight_EC = linear.weight.detach().float()
-    new.weight = nn.Parameter(weight_EC.t().contiguous().t(), requires_grad=False)
+    new.weight = _side_by_side(linear.weight)
     if linear.bias is not None:
         new.bias = nn.Parameter(linear.bias.detach().float(), requires_grad=False)
     return new
+
+
+def _side_by_side(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().float().t().contiguous().t(), requires_grad=False)
