@@ -18,9 +18,10 @@ from alcoda.config import validate
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json
 from alcoda.interop.layout import Layout, Take
-from alcoda.interop.tensors import FLOATS, Tensors, some
+from alcoda.interop.tensors import FLOATS, PICKLED, Tensors, some
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.training.run import RunFolder
 
 CONFIG = "config.json"
 
@@ -84,14 +85,16 @@ def open_foreign(path: str | Path, layouts: Sequence[Layout]) -> Foreign:
         raise UsageError(f"{folder / CONFIG} (layout {layout.name}): {error}") from None
     tensors = Tensors(folder)
     found = Foreign(folder, layout, config, model, layout.takes(model, config), tensors)
-    _check(found)
+    check(found)
     return found
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether ``path`` is a folder of another project, and no run of ours."""
+    """Whether ``path`` is a folder of another project, or what is left of one, and no run of ours."""
     folder = Path(path)
-    return (folder / CONFIG).is_file() and not (folder / "recipe.yaml").exists()
+    if not folder.is_dir() or RunFolder(folder).exists:
+        return False
+    return (folder / CONFIG).is_file() or any(p.suffix in (".safetensors", *PICKLED) for p in folder.iterdir())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def find_layout(folder: Path, config: dict[str, Any], layouts: Sequence[Layout])
     return found
 
 
-def _check(found: Foreign) -> None:
+def check(found: Foreign) -> None:
     """RunError where the weights are not those of the config."""
     layout, about = found.layout, found.tensors.about
     with torch.device("meta"):
