@@ -96,7 +96,7 @@ class Tokenizer:
         return Tokenizer(inner, eot, kind, bos)
 
     def save(self, path: str | Path) -> None:
-        """Write a ``tokenizer.json``, whole or not at all. Tell `load` of ``eot_text`` and ``bos_text``: it has neither."""
+        """Write a ``tokenizer.json``, whole or not at all. It has no ``eot_text`` and ``bos_text``: tell `load`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
