@@ -121,6 +121,7 @@ def test_decoding_is_the_full_pass(name: str, request: pytest.FixtureRequest) ->
         torch.testing.assert_close(found, full.max(-1).values, rtol=0, atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [HUGINN, OURO], ids=["huginn", "ouro"])
 def test_laws_hold(tmp_path: Path, config: dict[str, Any]) -> None:
     weights = ouro_weights() if config is OURO else huginn_weights()
@@ -209,6 +210,9 @@ def test_what_works_on_runs_works_on_it(ouro: Path, tmp_path: Path, monkeypatch:
         "eval": {"tokens": 100, "loops": [1]},
         "init_from": {"run": str(run)},
     }
+    unnamed = {**recipe, "data": {"corpus": data, "tokenizer": {"kind": "file", "path": str(run), "eot": "<|end|>"}}}
+    with pytest.raises(UsageError, match=r'tokenizer\.json, eot: "<\|end\|>", bos: "<\|begin\|>"\}'):
+        api.train(validate(Recipe, unnamed), tmp_path / "unnamed")
     assert api.train(validate(Recipe, recipe), tmp_path / "healed").train_step == 2
     assert read_json(tmp_path / "healed/run.json")["init_from"]["fresh"] == []
 
