@@ -1,0 +1,10 @@
+"""The layouts that are known, by hand: a new one is a class and a line here."""
+
+from __future__ import annotations
+
+from alcoda.interop.huginn import Huginn
+from alcoda.interop.layout import Layout
+from alcoda.interop.ouro import Ouro
+
+LAYOUTS: tuple[Layout, ...] = (Huginn(), Ouro())
+"""In the order in which they are asked whether they recognise a config.json."""
