@@ -76,13 +76,16 @@ def open_foreign(path: str | Path, layouts: Sequence[Layout]) -> Foreign:
         RunError: damaged files, or weights that are not what the config says.
     """
     folder = Path(path)
-    config = read_config(folder)
+    return fit(folder, read_config(folder), Tensors(folder), layouts)
+
+
+def fit(folder: Path, config: dict[str, Any], tensors: Tensors, layouts: Sequence[Layout]) -> Foreign:
+    """As `open_foreign`, of a config and tensors wherever they come from."""
     layout = find_layout(folder, config, layouts)
     try:
         model = validate(ModelConfig, layout.model(config), f"the config of {folder}")
     except UsageError as error:
         raise UsageError(f"{folder / CONFIG} (layout {layout.name}): {error}") from None
-    tensors = Tensors(folder)
     found = Foreign(folder, layout, config, model, layout.takes(model, config), tensors)
     _check(found)
     return found
