@@ -16,6 +16,7 @@ from alcoda.engine.capacity import capacity as _capacity
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import disk, read_json, write_json
+from alcoda.interop.load import Imported, import_model
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.caches import CachesResult
 from alcoda.measure.caches import evaluate_caches as _evaluate_caches
@@ -43,7 +44,7 @@ from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
 from alcoda.training.device import DTYPES
 from alcoda.training.footprint import Footprint, footprint
-from alcoda.training.load import LoadedRun, load_run, pick_checkpoint
+from alcoda.training.load import LoadedRun, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
 from alcoda.training.pack import Packed, pack
@@ -60,6 +61,7 @@ __all__ = [
     "ExitResult",
     "Footprint",
     "FrontierResult",
+    "Imported",
     "LabResult",
     "LawReport",
     "Ledger",
@@ -87,6 +89,7 @@ __all__ = [
     "footprint",
     "frontier",
     "healed",
+    "import_model",
     "lab",
     "load",
     "load_plugin",
@@ -412,7 +415,7 @@ def lab(
 
 
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:
-    return run.loaded if isinstance(run, LM) else load_run(run, checkpoint)
+    return (run if isinstance(run, LM) else load(run, checkpoint)).loaded
 
 
 def samples(

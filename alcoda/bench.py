@@ -11,7 +11,7 @@ from alcoda.depth.record import Trace
 from alcoda.depth.tiers import Tiers
 from alcoda.engine.bench import BenchResult, bench
 from alcoda.engine.engine import Engine, Options, check_serves
-from alcoda.engine.llm import LM
+from alcoda.engine.llm import LM, load
 from alcoda.engine.workload import REQUESTS, Script, Work, record, spread_depths
 from alcoda.errors import UsageError
 from alcoda.measure.prompts import prompts_of
@@ -19,7 +19,6 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.device import pick_device, pick_dtype
 from alcoda.training.folders import project_recipes
-from alcoda.training.load import load_run
 from alcoda.training.recipe import load_recipe
 
 CONCURRENCY = (1, 8, 32)
@@ -103,7 +102,7 @@ def bench_engine(
         # Weights in bf16 are multiplied as they are: nothing is cast on the way.
         runs_in, n_vocab = torch.float32, model.config.vocab_size
     else:
-        loaded = run.loaded if isinstance(run, LM) else load_run(run, checkpoint, dtype=dtype)
+        loaded = (run if isinstance(run, LM) else load(run, checkpoint, dtype=dtype)).loaded
         model, what = loaded.model, loaded.run.path.resolve().name
         runs_in, n_vocab = loaded.decode_dtype, loaded.tokenizer.vocab_size
     check_serves(model)

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import bench_command, cost_command, depth_commands, eval_command, lab_command, launch, retrofit_command
+from alcoda import (
+    bench_command,
+    cost_command,
+    depth_commands,
+    eval_command,
+    interop_commands,
+    lab_command,
+    launch,
+    retrofit_command,
+)
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
 from alcoda.show import print_json, print_recipes, print_table, say
@@ -274,6 +283,7 @@ def quickstart(
     print_json(main_job(out, fresh, settings or ()))
 
 
+app.command(name="import")(interop_commands.import_model)
 app.command(name="eval")(eval_command.evaluate)
 app.command()(cost_command.cost)
 app.command()(cost_command.capacity)

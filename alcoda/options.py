@@ -11,7 +11,8 @@ import typer
 from alcoda.errors import UsageError
 
 Run = Annotated[
-    Path, typer.Argument(help="A run folder (what alcoda train --out or alcoda pack wrote).", metavar="RUN")
+    Path,
+    typer.Argument(help="A run folder (what alcoda train --out, alcoda pack or alcoda import wrote).", metavar="RUN"),
 ]
 Set = Annotated[
     list[str] | None,

@@ -152,7 +152,7 @@ def retrofit(
     if steps < 2:
         raise UsageError(f"--steps {steps}: at least 2")
     found = open_source(source)
-    if found.tokenizer is None:
+    if found.tokenizer.kind == "none":
         raise UsageError(
             f"{source} has no tokenizer, and a run is trained on text: put its tokenizer.json beside its weights"
         )
@@ -202,19 +202,18 @@ def _healing(
 
 
 def _tokenizer(out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"kind": "file", "path": str((out / "tokenizer.json").resolve()), "eot": tokenizer.eot_text}
+    bos = None if tokenizer.bos == tokenizer.eot else tokenizer.bos_text
+    return {"kind": "file", "path": str((out / "tokenizer.json").resolve()), "eot": tokenizer.eot_text, "bos": bos}
 
 
 def _write(
     out: Path, found: Source, model: RecurrentLM, layers: Split, identity: Identity, healing: Recipe | None
 ) -> None:
-    tokenizer = found.tokenizer
-    assert tokenizer is not None
     fields: dict[str, Any] = {
         "name": out.name,
         "description": f"{found.about['name']} made recurrent: layers {layers.rows()}",
         "model": model.config.model_dump(mode="json"),
-        "data": {"tokenizer": _tokenizer(out, tokenizer)},
+        "data": {"tokenizer": _tokenizer(out, found.tokenizer)},
     }
     if healing is not None:
         fields["data"] = healing.data.model_dump(mode="json")
@@ -223,13 +222,13 @@ def _write(
         out.rmdir()
     with whole_folder(out) as folder:
         run = RunFolder(folder)
-        tokenizer.save(run.tokenizer)
+        found.tokenizer.save(run.tokenizer)
         write_text(run.recipe_yaml, recipe.to_yaml())
         retrofitted = {"source": found.about, "split": layers.to_json(), "identity": identity.to_json()}
         record = {"name": recipe.name, "status": "retrofitted", **provenance(), "retrofit": retrofitted}
         write_json(run.run_json, {**record, "ledger": recipe.ledger().to_json()})
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        checkpoint.save_weights(run.checkpoints, 0, weights, {"tokens": 0, "tokenizer_sha256": _sha256(run, recipe)})
+        about = {"tokens": 0, "tokenizer_sha256": _sha256(run, recipe)}
+        checkpoint.save_weights(run.checkpoints, 0, model.state_dict(), model.state_dict().items(), about)
         if healing is not None:
             write_text(folder / HEAL_YAML, _commented(healing, out))
 

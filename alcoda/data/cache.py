@@ -130,7 +130,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_bytes: int | 
             for ids_T, doc_bytes in _encoded(corpus, tokenizer, max_bytes):
                 starts.append(n_tokens)
                 sizes.append(doc_bytes)
-                file.write(np.array([tokenizer.eot], dtype).tobytes())
+                file.write(np.array([tokenizer.bos], dtype).tobytes())
                 digest = hashlib.blake2b(digest_size=8)
                 for start in range(0, len(ids_T), _BLOCK_TOKENS):
                     block_T = ids_T[start : start + _BLOCK_TOKENS]

@@ -41,19 +41,24 @@ class Tokenizer:
     other kinds (``▁``, ``##``, byte fallback) a token stands for what it adds to the decoded text, with a space
     for each ``▁``: the sum may differ from the text by the space before the first word and by what a normaliser did.
 
+    ``bos`` is the token that a document begins with, from which its first one is predicted: most often ``eot`` again.
+
     ``unk`` is the token that stands for text which the others cannot spell, where there may be such text. How much
     text that is cannot be told from it, so it counts as 0 bytes, and a loss in bits a byte leaves that text out.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, eot: str, kind: str) -> None:
-        eot_id = inner.token_to_id(eot)
-        if eot_id is None:
-            raise UsageError(f"tokenizer: it has no token {eot!r}; {_specials_text(inner)}")
-        inner.add_special_tokens([AddedToken(eot, special=True, normalized=False)])  # it may not have been flagged so
+    def __init__(self, inner: tokenizers.Tokenizer, eot: str, kind: str, bos: str | None = None) -> None:
+        bos = eot if bos is None else bos
+        eot_id, bos_id = inner.token_to_id(eot), inner.token_to_id(bos)
+        if eot_id is None or bos_id is None:
+            raise UsageError(f"tokenizer: it has no token {eot if eot_id is None else bos!r}; {_specials_text(inner)}")
+        # They may not have been flagged so.
+        inner.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in dict.fromkeys((eot, bos))])
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner, self.kind, self.eot_text, self.eot = inner, kind, eot, eot_id
+        self.bos_text, self.bos = bos, bos_id
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         layout = json.loads(inner.to_str())
         self.byte_level = _mentions(layout["decoder"], "ByteLevel")
@@ -62,10 +67,11 @@ class Tokenizer:
         self.unk = None if self.byte_level else _unknown(inner, layout["model"])
 
     @staticmethod
-    def load(path: str | Path, eot: str | None = None, kind: str = "file") -> Tokenizer:
+    def load(path: str | Path, eot: str | None = None, kind: str = "file", bos: str | None = None) -> Tokenizer:
         """The tokenizer in the file ``path`` (or in ``tokenizer.json`` of that folder).
 
-        ``eot`` is its end-of-text token; without it one of `COMMON_EOTS` that it has.
+        ``eot`` is its end-of-text token; without it one of `COMMON_EOTS` that it has. ``bos``: where a document begins
+        with another one.
         """
         path = Path(path).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -87,10 +93,10 @@ class Tokenizer:
                 f"tokenizer: {path} has none of the end-of-text tokens {', '.join(COMMON_EOTS)}; "
                 f"name its own with eot. {_specials_text(inner)}"
             )
-        return Tokenizer(inner, eot, kind)
+        return Tokenizer(inner, eot, kind, bos)
 
     def save(self, path: str | Path) -> None:
-        """Write a ``tokenizer.json``, whole or not at all. It does not hold ``eot_text``: tell `load`."""
+        """Write a ``tokenizer.json``, whole or not at all. It has no ``eot_text`` and ``bos_text``: tell `load`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -106,7 +112,8 @@ class Tokenizer:
     @cached_property
     def sha256(self) -> str:
         """Of everything that decides which ids a text gets."""
-        return hashlib.sha256(f"{self.eot_text}\n{self._inner.to_str()}".encode()).hexdigest()
+        begins = "" if self.bos == self.eot else f"{self.bos_text}\n"
+        return hashlib.sha256(f"{begins}{self.eot_text}\n{self._inner.to_str()}".encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of ``text`` (int32), without any special token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import tokenizers
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from alcoda.config import Choice, PositiveInt
 from alcoda.data.corpora import END_OF_TEXT
+from alcoda.data.token_ids import TokenIds
 from alcoda.data.tokenizer import Tokenizer, byte_alphabet
 
 _SMALLEST = 257
@@ -27,6 +29,10 @@ class TokenizerConfig(Choice, axis="tokenizer"):
     def build(self, documents: Iterable[str] = ()) -> Tokenizer:
         """The tokenizer; ``documents`` are what a trained one is trained on."""
         raise NotImplementedError
+
+    def saved(self, path: Path) -> Tokenizer:
+        """The tokenizer again that was built, saved in ``path``."""
+        return Tokenizer.load(path, kind=self.kind)
 
 
 class Byte(TokenizerConfig):
@@ -82,11 +88,30 @@ class File(TokenizerConfig):
     """The file, or a folder with a ``tokenizer.json`` in it."""
     eot: str | None = None
     """Its end-of-text token, where it is none of ``<|endoftext|> <|end_of_text|> </s> <eos>``."""
+    bos: str | None = None
+    """The token that a document begins with, where that is not its end-of-text token."""
 
     given: ClassVar[bool] = True
 
     def build(self, documents: Iterable[str] = ()) -> Tokenizer:
-        return Tokenizer.load(self.path, self.eot, self.kind)
+        return self.saved(Path(self.path))
+
+    def saved(self, path: Path) -> Tokenizer:
+        return Tokenizer.load(path, self.eot, self.kind, self.bos)
+
+
+class NoTokenizer(TokenizerConfig):
+    """None: the model takes token ids and gives them (an imported checkpoint that came without)."""
+
+    kind: Literal["none"] = "none"
+    vocab_size: PositiveInt
+    """Ids that the model has."""
+
+    def build(self, documents: Iterable[str] = ()) -> Tokenizer:
+        return TokenIds(self.vocab_size)
+
+    def saved(self, path: Path) -> Tokenizer:
+        return self.build()
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

@@ -23,6 +23,8 @@ from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
 from alcoda.engine.text import check_stop
 from alcoda.errors import RunError, UsageError
+from alcoda.interop.foreign import is_foreign
+from alcoda.interop.load import load_foreign
 from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.prefill import Prefill, read_rows
 from alcoda.training.device import autocast
@@ -312,8 +314,8 @@ class LM:
         texts = Texts(self.tokenizer, check_stop(stop))
         test = self._test(exit, loops, threshold)
         loops = self._loops(test.n_loops if loops is None and test is not None else loops)
-        # Training documents begin with end-of-text: it is what the first token is predicted from.
-        ids = (self.tokenizer.eot, *self.tokenizer.encode(prompt).tolist())
+        # Training documents begin with a token of their own: it is what the first token is predicted from.
+        ids = (self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist())
         seq_len = self.model.config.seq_len
         if len(ids) >= seq_len:
             raise PromptError(
@@ -359,11 +361,11 @@ class LM:
 
 
 def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype: str = "auto") -> LM:
-    """The model of a run folder.
+    """The model of a run folder, or of another project's.
 
     Args:
-        path: the folder that ``alcoda train --out`` or ``alcoda pack`` wrote, or the name of a model that comes with
-            the package.
+        path: the folder that ``alcoda train --out`` or ``alcoda pack`` wrote, the name of a model that comes with the
+            package, or a folder of another project with config.json and safetensors (docs/interop.md).
         checkpoint: ``best`` (lowest validation loss), ``last``, or a checkpoint's name.
         device: ``auto``, ``cpu`` or ``cuda``.
         dtype: ``bfloat16``, ``float32``, or ``auto``: float32 for a run that asked for it, else bf16 where the hardware
@@ -372,4 +374,8 @@ def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype
     Raises:
         UsageError, RunError: no run, no checkpoint, or a damaged one; the message says which.
     """
-    return LM(load_run(path, checkpoint, device, dtype))
+    if not is_foreign(path):
+        return LM(load_run(path, checkpoint, device, dtype))
+    if checkpoint not in ("best", "last"):
+        raise UsageError(f"checkpoint {checkpoint!r}: {path} is no run of ours and has one state; leave it out")
+    return LM(load_foreign(path, device, dtype))

@@ -1,4 +1,4 @@
-"""A folder of another project: recognised, checked against its layout, and read parameter by parameter."""
+"""A folder (or file) of another project: recognised, checked against its layout, and read parameter by parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from alcoda import progress
 from alcoda.config import validate
+from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json
 from alcoda.interop.layout import Layout, Take
-from alcoda.interop.tensors import FLOATS, Tensors, some
+from alcoda.interop.tensors import FLOATS, PICKLED, Tensors, some
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.training.run import RunFolder
 
 CONFIG = "config.json"
 
@@ -30,11 +32,12 @@ class Foreign:
     """A checkpoint of another project that fits its layout.
 
     Attributes:
-        folder: where it lies.
+        folder: where it lies; the file itself, of one that is a single file.
         layout, config: whose it is, and what its config.json says.
         model: the same architecture as a point of our design space.
         takes: where each parameter of ours comes from.
         tensors: their weights, unread.
+        tokenizer: of a single file, if it has one; that of a folder is another file there.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class Foreign:
     model: ModelConfig
     takes: dict[str, Take]
     tensors: Tensors
+    tokenizer: Tokenizer | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """What a parameter of ours is held in over there."""
@@ -85,16 +89,25 @@ def fit(folder: Path, config: dict[str, Any], tensors: Tensors, layouts: Sequenc
     try:
         model = validate(ModelConfig, layout.model(config), f"the config of {folder}")
     except UsageError as error:
-        raise UsageError(f"{folder / CONFIG} (layout {layout.name}): {error}") from None
+        raise UsageError(f"{_said(folder)} (layout {layout.name}): {error}") from None
     found = Foreign(folder, layout, config, model, layout.takes(model, config), tensors)
-    _check(found)
+    check(found)
     return found
 
 
+def _said(path: Path) -> Path:
+    """What says which model it is."""
+    return path if path.is_file() else path / CONFIG
+
+
 def is_foreign(path: str | Path) -> bool:
-    """Whether ``path`` is a folder of another project, and no run of ours."""
+    """Whether ``path`` is a file, a folder of another project, or what is left of one, and no run of ours."""
     folder = Path(path)
-    return (folder / CONFIG).is_file() and not (folder / "recipe.yaml").exists()
+    if folder.is_file():
+        return True
+    if not folder.is_dir() or RunFolder(folder).exists:
+        return False
+    return (folder / CONFIG).is_file() or any(p.suffix in (".safetensors", *PICKLED) for p in folder.iterdir())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -119,13 +132,13 @@ def find_layout(folder: Path, config: dict[str, Any], layouts: Sequence[Layout])
         known = "; ".join(f"{layout.name} (model_type {' or '.join(layout.model_types)})" for layout in layouts)
         code = f" The code that it names ({CONFIG}: auto_map) is never run." if "auto_map" in config else ""
         raise UsageError(
-            f"{folder / CONFIG}: model_type {config.get('model_type')!r}, architectures "
+            f"{_said(folder)}: model_type {config.get('model_type')!r}, architectures "
             f"{config.get('architectures')!r}: this architecture is not known here. Known: {known}.{code}"
         )
     return found
 
 
-def _check(found: Foreign) -> None:
+def check(found: Foreign) -> None:
     """RunError where the weights are not those of the config."""
     layout, about = found.layout, found.tensors.about
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
@@ -30,9 +31,9 @@ class Held(Tensors):
         return self._held[name]
 
 
-def open_file(path: Path) -> tuple[Foreign, Tokenizer | None]:
-    """The checkpoint in a file, checked as `alcoda.interop.foreign.open_foreign` checks a folder, and its tokenizer:
-    that of a GGUF file, or what lies beside one of llama2.c (`beside`).
+def open_file(path: Path) -> Foreign:
+    """The checkpoint in a file, checked as `alcoda.interop.foreign.open_foreign` checks a folder. Its tokenizer is that
+    of the GGUF file, or what lies beside one of llama2.c (`beside`).
 
     Raises:
         UsageError: another kind of file, or one that we cannot express.
@@ -40,10 +41,11 @@ def open_file(path: Path) -> tuple[Foreign, Tokenizer | None]:
     """
     if gguf.is_gguf(path):
         config, tensors, inner = gguf.read(path)
-        return fit(path, config, Held(path, tensors), LAYOUTS), None if inner is None else _of_gguf(inner, config, path)
+        tokenizer = None if inner is None else _of_gguf(inner, config, path)
+        return replace(fit(path, config, Held(path, tensors), LAYOUTS), tokenizer=tokenizer)
     if path.suffix == ".bin" or llama2c.is_llama2c(path):
         config, tensors = llama2c.read(path)
-        return fit(path, config, Held(path, tensors), LAYOUTS), beside(path)
+        return replace(fit(path, config, Held(path, tensors), LAYOUTS), tokenizer=beside(path))
     raise UsageError(
         f"{path} is neither a GGUF file nor a checkpoint of llama2.c (version 0): give one of these, or a folder with "
         "config.json and safetensors"
@@ -56,7 +58,8 @@ def _of_gguf(inner: tokenizers.Tokenizer, config: dict[str, object], path: Path)
     eot = named if named is not None or not isinstance(of_config, int) else inner.id_to_token(of_config)
     if eot is None:
         raise UsageError(f"{path}: its tokenizer has none of the end-of-text tokens {', '.join(COMMON_EOTS)}")
-    return Tokenizer(inner, eot, "file")
+    first = inner.encode("").ids  # what it puts before a text, if it does
+    return Tokenizer(inner, eot, "file", inner.id_to_token(first[0]) if first else None)
 
 
 def beside(path: Path) -> Tokenizer | None:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.errors import UsageError
-from alcoda.interop.foreign import Foreign, is_foreign, open_foreign
-from alcoda.interop.layouts import LAYOUTS
-from alcoda.interop.onefile import open_file
+from alcoda.interop.foreign import is_foreign
+from alcoda.interop.load import open_any
+from alcoda.interop.text import tokenizer_of
 from alcoda.model.config import ModelConfig
 from alcoda.training import checkpoint
 from alcoda.training.load import load_run, pick_checkpoint
@@ -26,13 +25,13 @@ class Source:
     Attributes:
         config: as a point of our design space.
         weights: by our names, in float32 on the CPU.
-        tokenizer: None where none lies with it.
+        tokenizer: of kind ``none`` where none lies with it.
         about: for the record of a run: name, layout, and sha256 of its weights.
     """
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     about: dict[str, Any]
 
 
@@ -44,23 +43,12 @@ def open_source(path: str | Path) -> Source:
         RunError: damaged files.
     """
     path = Path(path)
-    if path.is_file():
-        return _of(*open_file(path), path)
     if is_foreign(path):
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        return _of(open_foreign(path, LAYOUTS), Tokenizer.load(path) if has_tokenizer else None, path)
+        found = open_any(path)
+        weights = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in found.weights()}
+        about = {"name": path.name, "layout": found.layout.name, "sha256": found.tensors.sha256}
+        return Source(found.model, weights, tokenizer_of(found)[1], about)
     run = load_run(path, device="cpu", dtype="float32")
     where = pick_checkpoint(run.run, "best")
     about = {"name": path.name, "layout": "alcoda", "sha256": checkpoint.digest(checkpoint.check(where))}
     return Source(run.recipe.model, run.model.state_dict(), run.tokenizer, about)
-
-
-def _of(found: Foreign, tokenizer: Tokenizer | None, path: Path) -> Source:
-    if tokenizer is not None and tokenizer.vocab_size > found.model.vocab_size:
-        raise UsageError(
-            f"{path}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model {found.model.vocab_size:,}: one "
-            "of the two is of another model"
-        )
-    weights = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in found.weights()}
-    about = {"name": path.name, "layout": found.layout.name, "sha256": found.tensors.sha256}
-    return Source(found.model, weights, tokenizer, about)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json, sha256
+from alcoda.training import stream
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -53,9 +54,7 @@ class Tensors:
         """One tensor, on the CPU."""
         file = self.about[name].file
         try:
-            # Opened anew each time: what was read of a mapped file counts as memory for as long as it is open.
-            with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name)
+            return stream.read(file, name)
         except (SafetensorError, OSError) as error:
             raise RunError(f"{file} is damaged: {name} cannot be read ({error}); copy it again") from None
 

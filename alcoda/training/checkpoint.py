@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, read_json, sha256, whole_folder
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
-from alcoda.training import shard
+from alcoda.model.precision import hold_in
+from alcoda.training import shard, stream
 from alcoda.training.processes import ALONE, Processes
 
 FORMAT, SHARDED, PACKED = "alcoda-checkpoint-1", "alcoda-checkpoint-sharded-1", "alcoda-weights-1"
@@ -74,11 +75,22 @@ def save(
     return path
 
 
-def save_weights(folder: Path, train_step: int, weights: dict[str, Tensor], about: dict[str, Any]) -> Path:
-    """Write ``folder/step_XXXXXXXX`` with weights alone: it can be read, and not gone on from."""
+def save_weights(
+    folder: Path,
+    train_step: int,
+    like: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
+    about: dict[str, Any],
+) -> Path:
+    """Write ``folder/step_XXXXXXXX`` with weights alone: it can be read, and not gone on from.
+
+    Args:
+        like: a tensor of the shape and type of each, which may be on the meta device.
+        weights: each once, in any order; none is held longer than it takes to write it.
+    """
     path = folder / f"step_{train_step:08d}"
     with disk(path), whole_folder(path) as temporary:
-        _as_oserror(save_file, weights, temporary / WEIGHTS, metadata={"format": PACKED})
+        stream.write(temporary / WEIGHTS, like, weights, {"format": PACKED})
         manifest = {"format": PACKED, "train_step": train_step, **about, "files": _about(temporary, WEIGHTS)}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return path
@@ -229,10 +241,10 @@ def load_weights(path: Path, model: RecurrentLM, processes: Processes = ALONE) -
             _check_fit(path, have, want)
         return
     with processes.together():
-        have = read_weights(path)
+        have = _read(path, WEIGHTS, stream.shapes)
         _check_fit(path, have, want)
     # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it).
-    shard.fill(model, have)
+    shard.fill(model, ((name, stream.read(path / WEIGHTS, name)) for name in have))
 
 
 def _check_fit(path: Path, have: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -282,8 +294,10 @@ def prune(folder: Path, keep_last: int, best_step: int | None) -> None:
             shutil.rmtree(path)
 
 
-def build(config: ModelConfig, device: torch.device) -> RecurrentLM:
-    """An unfilled model on ``device``."""
+def build(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> RecurrentLM:
+    """An unfilled model on ``device``; its linear maps are held in ``dtype`` (`hold_in`)."""
     with torch.device("meta"):
         model = RecurrentLM(config)
+    if dtype != torch.float32:
+        hold_in(model, dtype)
     return model.to_empty(device=device)

@@ -18,7 +18,6 @@ from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.files import sha256
 from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.precision import hold_in
 from alcoda.model.prefill import Prefill, Reading, prefills
 from alcoda.training import checkpoint
 from alcoda.training.device import decode_dtype, keep_freed_memory, pick_device, pick_dtype
@@ -169,11 +168,9 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     keep_freed_memory()
     if dtype == "auto" and recipe.train.dtype == "float32":
         dtype = "float32"
-    model = checkpoint.build(recipe.model, on)
-    checkpoint.load_weights(where, model)
     picked = pick_dtype(dtype, on)
-    if picked != torch.float32:
-        hold_in(model, picked)
+    model = checkpoint.build(recipe.model, on, picked)
+    checkpoint.load_weights(where, model)
     decodes_in = decode_dtype(dtype, picked, on, recipe.model)
     return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"], decodes_in)
 

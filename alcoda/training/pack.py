@@ -90,16 +90,16 @@ def pack(
         out.rmdir()
     with whole_folder(out) as folder:
         new = RunFolder(folder)
-        shutil.copyfile(source.tokenizer, new.tokenizer)
+        if source.tokenizer.exists():  # an imported run may have none
+            shutil.copyfile(source.tokenizer, new.tokenizer)
         recipe = _without_folders(yaml.safe_load(source.recipe_yaml.read_text()))
         write_text(new.recipe_yaml, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
         packed = {"checkpoint": where.name, "weights": checkpoint.digest(before), "dtype": dtype}
         record = {key: value for key, value in source.record().items() if key in KEPT}
         record = {"name": recipe.get("name"), "status": "packed", "packed": packed, **_without_folders(record)}
         write_json(new.run_json, record)
-        checkpoint.save_weights(
-            new.checkpoints, step, weights, {key: before[key] for key in ("tokens", "tokenizer_sha256")}
-        )
+        kept = {key: before[key] for key in ("tokens", "tokenizer_sha256")}
+        checkpoint.save_weights(new.checkpoints, step, weights, weights.items(), kept)
         for name, lines in texts.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_text(folder / name, lines)
@@ -135,7 +135,7 @@ def _texts(run: RunFolder, tokenizer: Tokenizer, keep: Mapping[str, int]) -> dic
                 continue
             lines, left = [], max_tokens
             for ids_T in stream.documents():
-                raw = tokenizer.decode_bytes(ids_T[ids_T != tokenizer.eot][:left])
+                raw = tokenizer.decode_bytes(ids_T[ids_T != tokenizer.bos][:left])
                 lines.append(json.dumps({"text": raw.decode(errors="ignore")}, ensure_ascii=False) + "\n")
                 left -= len(ids_T)
                 if left <= 0:

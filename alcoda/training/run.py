@@ -33,7 +33,6 @@ from typing import Any
 
 from alcoda.data.prepare import Data
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.data.vocabulary import File
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, read_json, whole_folder, write_json
 from alcoda.training.recipe import Recipe, load_recipe
@@ -124,6 +123,11 @@ class RunFolder:
     def writable(self) -> RunFolder:
         """Where measurements of the run go: itself; of one that comes with the package, its copy ``runs/NAME`` here,
         made where there is none. UsageError where another run lies there."""
+        if not self.exists:
+            raise UsageError(
+                f"{self.path} is no run, and nothing is written into it: alcoda import {self.path} --out RUN makes one "
+                "of it, whose measurements are kept"
+            )
         if self.path.parent != SHIPPED:
             return self
         own = RunFolder(Path("runs") / self.path.name)
@@ -146,7 +150,8 @@ class RunFolder:
             raise UsageError(f"there is no run at {self.path}: give the folder that alcoda train wrote (--out){names}")
         if not self.exists:
             raise UsageError(
-                f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out)"
+                f"{self.path} is not a run: it has no recipe.yaml. Give the folder that alcoda train wrote (--out), or "
+                "make a run of another project's checkpoint: alcoda import"
             )
         return self
 
@@ -156,8 +161,7 @@ class RunFolder:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that the run was begun with."""
-        config = self.recipe().data.tokenizer
-        return Tokenizer.load(self.tokenizer, config.eot if isinstance(config, File) else None, config.kind)
+        return self.recipe().data.tokenizer.saved(self.tokenizer)
 
     def check_begin(self, recipe: Recipe, resume: bool) -> None:
         """Refuse a new run where one is, a resumed one where none is, and a resumed one with another config."""

@@ -7,7 +7,7 @@ processes reads them, one included, and nothing is unpickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def like(whole: Tensor, held: Tensor) -> Tensor:
     return distribute_tensor(whole.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into the parameters of those names."""
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy whole tensors into the parameters of those names, one after another."""
     held = model.state_dict()
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             held[name].copy_(like(tensor, held[name]))
 
 

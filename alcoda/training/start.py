@@ -90,7 +90,7 @@ def copy_weights(
         raise UsageError(
             f"{what}: {shown}. Give the model the sizes of that run, or another choice where it may differ"
         )
-    shard.fill(model, {name: tensor for name, tensor in have.items() if name in want})
+    shard.fill(model, ((name, tensor) for name, tensor in have.items() if name in want))
     return _only(want, have, part_of(model)), _only(have, want, part_of(source))
 
 

@@ -27,7 +27,7 @@ TINY = {
 
 
 def model_of(path: Path) -> RecurrentLM:
-    found, _ = open_file(path)
+    found = open_file(path)
     model = RecurrentLM(found.model)
     model.load_state_dict(dict(found.weights()))
     return model.eval()
@@ -149,10 +149,10 @@ def test_no_vocabulary(content: bytes, tmp_path: Path) -> None:
 
 def test_the_vocabulary_beside_a_checkpoint(tmp_path: Path) -> None:
     theirs.llama2c(tmp_path / "model.bin")
-    assert open_file(tmp_path / "model.bin")[1] is None
+    assert open_file(tmp_path / "model.bin").tokenizer is None
     pieces = theirs.vocabulary(with_bytes=False)
     theirs.tokenizer_bin(tmp_path / "tok32.bin", pieces)
-    found = open_file(tmp_path / "model.bin")[1]
+    found = open_file(tmp_path / "model.bin").tokenizer
     assert found is not None and found.vocab_size == len(pieces)
     theirs.tokenizer_model(tmp_path / "other.model", pieces)
     with pytest.raises(UsageError, match=r"several vocabularies \(other.model, tok32.bin\)"):
@@ -163,7 +163,8 @@ def test_the_vocabulary_beside_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_the_models_of_llama2c_tell_stories(name: str) -> None:
     file, vocab_size, n_params = TINY[name]
-    found, tokenizer = open_file(MODELS / file)
+    found = open_file(MODELS / file)
+    tokenizer = found.tokenizer
     assert tokenizer is not None and tokenizer.vocab_size == vocab_size == found.model.vocab_size
     model = model_of(MODELS / file)
     assert n_params in (None, sum(p.numel() for p in model.parameters()))
@@ -244,4 +245,4 @@ def test_gguf(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids_BT).logits
         torch.testing.assert_close(model_of(path)(ids_BT, 1), expected, rtol=0, atol=1e-4)
-    assert open_file(path)[1] is None and "transformers" in sys.modules
+    assert open_file(path).tokenizer is None and "transformers" in sys.modules

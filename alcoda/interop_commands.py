@@ -1,0 +1,43 @@
+"""The commands that read other projects' checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alcoda.options import Json
+from alcoda.show import print_json
+
+
+def import_model(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json and safetensors (Huginn, Ouro; dense: Llama, Mistral, Qwen2, Qwen3), a "
+            "GGUF file, a llama2.c checkpoint, or a model of the Hugging Face hub: org/name.",
+            metavar="PATH",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME of the folder.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bfloat16 or float32. Default: as they are.", metavar="NAME")
+    ] = None,
+    eot: Annotated[
+        str | None, typer.Option(help="Its end-of-text token, where the folder does not say it.", metavar="TOKEN")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A checkpoint of another project as a run, on which everything works. None of its code is run."""
+    from alcoda import api
+
+    found = api.import_model(path, out, dtype, eot)
+    if as_json:
+        print_json(found.to_json())
+        return
+    text = "" if found.has_tokenizer else "; it has no tokenizer: token ids alone"
+    typer.echo(
+        f"{found.path}: {found.layout}, {found.params:,} parameters, {found.weights_bytes / 1e6:,.1f} MB of weights "
+        f"({found.dtype}){text}"
+    )
