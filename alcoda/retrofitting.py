@@ -17,6 +17,7 @@ from alcoda.interop.retrofit import (
     Identity,
     Split,
     build,
+    check_dense,
     check_identity,
     dense_weights,
     recurrent,
@@ -152,11 +153,12 @@ def retrofit(
     if steps < 2:
         raise UsageError(f"--steps {steps}: at least 2")
     found = open_source(source)
+    check_dense(found.config)
     if found.tokenizer.kind == "none":
         raise UsageError(
             f"{source} has no tokenizer, and a run is trained on text: put its tokenizer.json beside its weights"
         )
-    layers = split(found.config.n_prelude + found.config.n_core + found.config.n_coda, prelude, core, coda, core_from)
+    layers = split(found.config.n_prelude + found.config.n_coda, prelude, core, coda, core_from)
     model = build(recurrent(found.config, layers, loops), retrofit_weights(found.config, found.weights, layers))
     dense = build(without(found.config, layers), dense_weights(found.config, found.weights, layers.kept))
     identity = check_identity(model, dense, not layers.dropped)
@@ -214,6 +216,7 @@ def _write(
         "description": f"{found.about['name']} made recurrent: layers {layers.rows()}",
         "model": model.config.model_dump(mode="json"),
         "data": {"tokenizer": _tokenizer(out, found.tokenizer)},
+        "train": {"dtype": "float32"},  # as it is loaded: the source's logits to the bit at one loop
     }
     if healing is not None:
         fields["data"] = healing.data.model_dump(mode="json")
@@ -275,7 +278,7 @@ def healed(run: str | Path) -> Losses:
     Raises:
         UsageError: a run that was not trained from a retrofit whose losses were measured (`retrofit` with ``data``).
     """
-    loaded = load_run(run)
+    loaded = load_run(run, dtype="float32")
     begun = loaded.run.record().get("init_from") or {}
     before = Path(begun.get("run", "")) / RETROFIT_JSON
     if "run" not in begun or not before.is_file():

@@ -5,7 +5,9 @@ Needs the packages transformers, gguf and accelerate (``pip install 'alcoda[gguf
 
 from __future__ import annotations
 
+import io
 import os
+from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from alcoda import progress
 from alcoda.errors import RunError, UsageError
+from alcoda.stderr import STDERR
 
 MAGIC = b"GGUF"
 NEEDS = ("transformers", "gguf", "accelerate")
@@ -47,10 +50,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], tokenizers.Toke
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before it is imported: nothing is looked up
     transformers = import_module("transformers")
     how: Any = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
-    transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    progress.say(f"reading {path.name} through transformers {transformers.__version__}")
     try:
-        with progress.bar(f"reading {path.name} through transformers", None):
+        # It draws bars of its own, which are of no use in a log.
+        with nullcontext() if STDERR.isatty() else redirect_stderr(io.StringIO()):
             model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **how)
             tokenizer = _tokenizer(transformers, path, how)
     except (ValueError, KeyError, NotImplementedError) as error:

@@ -92,12 +92,8 @@ def split(n_layers: int, prelude: int, core: int, coda: int, core_from: int | No
     return Split(range(prelude), range(first, first + core), range(n_layers - coda, n_layers), dropped)
 
 
-def recurrent(source: ModelConfig, layers: Split, loops: int) -> ModelConfig:
-    """The model that a dense one becomes.
-
-    Raises:
-        UsageError: a source that loops already, or has what goes by the number of a layer or the depth.
-    """
+def check_dense(source: ModelConfig) -> None:
+    """UsageError for a source that loops already, or has a memory."""
     if source.is_recurrent:
         raise UsageError(
             f"the source is recurrent already (n_core={source.n_core}): a dense model is needed. To train it on, "
@@ -105,6 +101,10 @@ def recurrent(source: ModelConfig, layers: Split, loops: int) -> ModelConfig:
         )
     if source.memory.carries:
         raise UsageError(f"the source has a memory ({source.memory.kind!r}), which is not carried over to a loop")
+
+
+def recurrent(source: ModelConfig, layers: Split, loops: int) -> ModelConfig:
+    """The model that a dense one becomes, for so many loops."""
     if loops < 1:
         raise UsageError(f"--loops {loops}: at least 1")
     sizes = {"n_prelude": len(layers.prelude), "n_core": len(layers.core), "n_coda": len(layers.coda)}
