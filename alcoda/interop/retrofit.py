@@ -1,10 +1,10 @@
 """A dense model made recurrent: some of its layers become the prelude, some the core, some the coda.
 
 After "retrofitted recurrence" (McLeish et al., arXiv 2511.07384): the first layers are the prelude, the last ones the
-coda, those right before the coda the core; what lies between prelude and core is dropped. The injection is
-``W [h; e]`` with ``W = [I | 0]``, the first state the prelude's output, and the update overwrites: so the model at one
-loop is the source without the layers that were dropped, and the source itself where none were. To start from the
-identity is ours; the paper's state starts from noise.
+coda, some of the middle the core, and the others are dropped. The injection is ``W [h; e]`` with ``W = [I | 0]``, the
+first state the prelude's output, and the update overwrites: so the model at one loop is the source without the layers
+that were dropped, and the source itself where none were. Which layers, and to start from the identity, is ours
+(docs/retrofit.md).
 """
 
 from __future__ import annotations
