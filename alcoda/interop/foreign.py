@@ -59,13 +59,16 @@ class Foreign:
         return tensor if take.change is None else take.change(tensor)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of ours with its name, one at a time, with a progress bar.
+        """Every parameter of ours with its name, one at a time, the largest of their tensors first, with a progress bar.
 
         Raises:
             RunError: a damaged file.
         """
         with progress.bar(f"reading {self.folder.name}", len(self.takes)) as advance:
-            for name in self.takes:
+            # A tensor is there twice until it is copied: the large ones had better be while there is little else.
+            for name in sorted(
+                self.takes, key=lambda name: -math.prod(self.tensors.about[self.takes[name].name].shape)
+            ):
                 yield name, self.weight(name)
                 advance()
 

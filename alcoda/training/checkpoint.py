@@ -243,8 +243,10 @@ def load_weights(path: Path, model: RecurrentLM, processes: Processes = ALONE) -
     with processes.together():
         have = _read(path, WEIGHTS, stream.shapes)
         _check_fit(path, have, want)
-    # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it).
-    shard.fill(model, ((name, stream.read(path / WEIGHTS, name)) for name in have))
+    # Copying, not assigning: the model keeps its own storage (and whatever the optimizer holds of it). The largest
+    # first, while there is least of the model: a tensor is there twice until it is copied.
+    order = sorted(have, key=lambda name: -have[name].numel())
+    shard.fill(model, ((name, stream.read(path / WEIGHTS, name)) for name in order))
 
 
 def _check_fit(path: Path, have: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
 from alcoda import progress
 from alcoda.data.tokenizer import Tokenizer
+from alcoda.data.vocabulary import File
 from alcoda.errors import UsageError
 from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint, shard
@@ -45,7 +47,7 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
     if theirs.sha256 != tokenizer.sha256:
         raise UsageError(
             f"{what}: its tokenizer is another one (sha256 {theirs.sha256[:12]}, and {tokenizer.sha256[:12]} here): "
-            f"the ids would stand for other text. Set data.tokenizer to {{kind: file, path: {source.tokenizer}}}"
+            f"the ids would stand for other text. Set data.tokenizer to {_spelled(source)}"
         )
     digest = checkpoint.digest(manifest)
     before = run.record().get("init_from") if run.run_json.exists() else None
@@ -68,6 +70,14 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             progress.say(f"{what}: {', '.join(names)} {words}")
     found = {"run": str(source.path), "checkpoint": where.name, "train_step": manifest["train_step"], "sha256": digest}
     return {"init_from": {**found, "fresh": fresh, "left": left}}
+
+
+def _spelled(source: RunFolder) -> str:
+    """A run's tokenizer as another recipe may have it."""
+    config = source.recipe().data.tokenizer
+    named = {"eot": config.eot, "bos": config.bos} if isinstance(config, File) else {}
+    more = "".join(f", {key}: {json.dumps(token)}" for key, token in named.items() if token is not None)
+    return f"{{kind: file, path: {source.tokenizer}{more}}}"
 
 
 def copy_weights(

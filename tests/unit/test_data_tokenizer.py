@@ -219,7 +219,7 @@ def test_files_that_are_no_tokenizer(tmp_path, content):
 
 def test_config_of_the_axis():
     assert TokenizerConfig.parse("byte") == Byte() and TokenizerConfig.parse({"kind": "bpe", "vocab_size": 300}).trained
-    assert set(TokenizerConfig.choices) == {"byte", "bpe", "file"}
+    assert set(TokenizerConfig.choices) == {"byte", "bpe", "file", "none"}
     with pytest.raises(ValidationError, match="at least 257 tokens"):
         Bpe(vocab_size=256)
     with pytest.raises(UsageError, match="path: field required"):
