@@ -59,7 +59,7 @@ class Foreign:
         return tensor if take.change is None else take.change(tensor)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of ours with its name, one at a time, the largest of their tensors first, with a progress bar.
+        """Every parameter of ours with its name, one at a time, those of the largest tensors first; with a bar.
 
         Raises:
             RunError: a damaged file.
