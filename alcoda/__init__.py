@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         fit_probe,
         footprint,
         frontier,
+        healed,
         import_model,
         lab,
         load,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         match,
         pack,
         recipes,
+        retrofit,
         train,
         write_report,
     )
@@ -55,6 +57,7 @@ __all__ = [
     "fit_probe",
     "footprint",
     "frontier",
+    "healed",
     "import_model",
     "lab",
     "load",
@@ -63,6 +66,7 @@ __all__ = [
     "match",
     "pack",
     "recipes",
+    "retrofit",
     "train",
     "write_report",
 ]

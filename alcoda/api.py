@@ -38,6 +38,7 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.cost import Ledger, ledger
 from alcoda.model.prefill import Prefill
 from alcoda.plugins import load as load_plugin
+from alcoda.retrofitting import Losses, Retrofitted, healed, retrofit
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
@@ -64,12 +65,14 @@ __all__ = [
     "LabResult",
     "LawReport",
     "Ledger",
+    "Losses",
     "MatchResult",
     "ModelConfig",
     "Packed",
     "PrefillsResult",
     "ProbeResult",
     "Recipe",
+    "Retrofitted",
     "Sample",
     "Tiers",
     "TrainResult",
@@ -85,6 +88,7 @@ __all__ = [
     "fit_probe",
     "footprint",
     "frontier",
+    "healed",
     "import_model",
     "lab",
     "load",
@@ -94,6 +98,7 @@ __all__ = [
     "measured_in",
     "pack",
     "recipes",
+    "retrofit",
     "samples",
     "train",
     "write_report",

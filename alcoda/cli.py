@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import bench_command, cost_command, depth_commands, eval_command, interop_commands, lab_command, launch
+from alcoda import (
+    bench_command,
+    cost_command,
+    depth_commands,
+    eval_command,
+    interop_commands,
+    lab_command,
+    launch,
+    retrofit_command,
+)
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
 from alcoda.show import print_json, print_recipes, print_table, say
@@ -283,6 +292,8 @@ app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
 app.command()(depth_commands.calibrate)
 app.command()(depth_commands.frontier)
+app.command()(retrofit_command.retrofit)
+app.command()(retrofit_command.healed)
 
 
 @app.command()

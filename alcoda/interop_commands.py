@@ -15,8 +15,8 @@ def import_model(
     path: Annotated[
         str,
         typer.Argument(
-            help="A folder with config.json and safetensors (Huginn, Ouro), or a model of the Hugging Face hub: "
-            "org/name.",
+            help="A folder with config.json and safetensors (Huginn, Ouro; dense: Llama, Mistral, Qwen2, Qwen3), a "
+            "GGUF file, a llama2.c checkpoint, or a model of the Hugging Face hub: org/name.",
             metavar="PATH",
         ),
     ],

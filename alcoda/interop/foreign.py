@@ -1,4 +1,4 @@
-"""A folder of another project: recognised, checked against its layout, and read parameter by parameter."""
+"""A folder (or file) of another project: recognised, checked against its layout, and read parameter by parameter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from alcoda import progress
 from alcoda.config import validate
+from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json
 from alcoda.interop.layout import Layout, Take
@@ -31,11 +32,12 @@ class Foreign:
     """A checkpoint of another project that fits its layout.
 
     Attributes:
-        folder: where it lies.
+        folder: where it lies; the file itself, of one that is a single file.
         layout, config: whose it is, and what its config.json says.
         model: the same architecture as a point of our design space.
         takes: where each parameter of ours comes from.
         tensors: their weights, unread.
+        tokenizer: of a single file, if it has one; that of a folder is another file there.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class Foreign:
     model: ModelConfig
     takes: dict[str, Take]
     tensors: Tensors
+    tokenizer: Tokenizer | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """What a parameter of ours is held in over there."""
@@ -56,7 +59,7 @@ class Foreign:
         return tensor if take.change is None else take.change(tensor)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of ours with its name, one at a time, the largest of their tensors first, with a progress bar.
+        """Every parameter of ours with its name, one at a time, those of the largest tensors first; with a bar.
 
         Raises:
             RunError: a damaged file.
@@ -80,21 +83,31 @@ def open_foreign(path: str | Path, layouts: Sequence[Layout]) -> Foreign:
         RunError: damaged files, or weights that are not what the config says.
     """
     folder = Path(path)
-    config = read_config(folder)
+    return fit(folder, read_config(folder), Tensors(folder), layouts)
+
+
+def fit(folder: Path, config: dict[str, Any], tensors: Tensors, layouts: Sequence[Layout]) -> Foreign:
+    """As `open_foreign`, of a config and tensors wherever they come from."""
     layout = find_layout(folder, config, layouts)
     try:
         model = validate(ModelConfig, layout.model(config), f"the config of {folder}")
     except UsageError as error:
-        raise UsageError(f"{folder / CONFIG} (layout {layout.name}): {error}") from None
-    tensors = Tensors(folder)
+        raise UsageError(f"{_said(folder)} (layout {layout.name}): {error}") from None
     found = Foreign(folder, layout, config, model, layout.takes(model, config), tensors)
     check(found)
     return found
 
 
+def _said(path: Path) -> Path:
+    """What says which model it is."""
+    return path if path.is_file() else path / CONFIG
+
+
 def is_foreign(path: str | Path) -> bool:
-    """Whether ``path`` is a folder of another project, or what is left of one, and no run of ours."""
+    """Whether ``path`` is a file, a folder of another project, or what is left of one, and no run of ours."""
     folder = Path(path)
+    if folder.is_file():
+        return True
     if not folder.is_dir() or RunFolder(folder).exists:
         return False
     return (folder / CONFIG).is_file() or any(p.suffix in (".safetensors", *PICKLED) for p in folder.iterdir())
@@ -122,7 +135,7 @@ def find_layout(folder: Path, config: dict[str, Any], layouts: Sequence[Layout])
         known = "; ".join(f"{layout.name} (model_type {' or '.join(layout.model_types)})" for layout in layouts)
         code = f" The code that it names ({CONFIG}: auto_map) is never run." if "auto_map" in config else ""
         raise UsageError(
-            f"{folder / CONFIG}: model_type {config.get('model_type')!r}, architectures "
+            f"{_said(folder)}: model_type {config.get('model_type')!r}, architectures "
             f"{config.get('architectures')!r}: this architecture is not known here. Known: {known}.{code}"
         )
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from alcoda.interop.huginn import Huginn
 from alcoda.interop.layout import Layout
+from alcoda.interop.llama import Llama
+from alcoda.interop.llama2c import Llama2C
 from alcoda.interop.ouro import Ouro
 
-LAYOUTS: tuple[Layout, ...] = (Huginn(), Ouro())
+LAYOUTS: tuple[Layout, ...] = (Huginn(), Ouro(), Llama(), Llama2C())
 """In the order in which they are asked whether they recognise a config.json."""

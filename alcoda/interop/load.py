@@ -21,7 +21,8 @@ from alcoda.files import whole_folder, write_json, write_text
 from alcoda.interop.foreign import Foreign, open_foreign
 from alcoda.interop.hub import find_folder
 from alcoda.interop.layouts import LAYOUTS
-from alcoda.interop.text import TOKENIZER, build_tokenizer, find_tokenizer
+from alcoda.interop.onefile import open_file
+from alcoda.interop.text import TOKENIZER, tokenizer_of
 from alcoda.training import checkpoint, shard
 from alcoda.training.device import DTYPES, decode_dtype, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.load import LoadedRun
@@ -53,8 +54,13 @@ class Imported:
         return {**vars(self), "path": str(self.path)}
 
 
+def open_any(path: str | Path) -> Foreign:
+    """`open_foreign` of a folder, `open_file` of a file."""
+    return open_file(Path(path)) if Path(path).is_file() else open_foreign(path, LAYOUTS)
+
+
 def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") -> LoadedRun:
-    """The model in a folder of another project; nothing is written.
+    """The model in a folder (or file) of another project; nothing is written.
 
     No more memory is needed than the model takes and its largest tensor.
 
@@ -64,9 +70,8 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
     Raises:
         UsageError, RunError: as `open_foreign`.
     """
-    found = open_foreign(path, LAYOUTS)
-    config = find_tokenizer(found.folder, found.model.vocab_size)
-    tokenizer = build_tokenizer(config, found.model.vocab_size, found.folder)
+    found = open_any(path)
+    config, tokenizer = tokenizer_of(found)
     recipe = recipe_of(found, config, _is_fp32(found))
     on = pick_device(device)
     keep_freed_memory()
@@ -86,7 +91,8 @@ def import_model(
     No more memory is needed than its largest tensor takes.
 
     Args:
-        path: a folder with config.json and safetensors, or the name of a model of the Hugging Face hub (``org/name``).
+        path: a folder with config.json and safetensors, a file (GGUF, llama2.c), or the name of a model of the Hugging
+            Face hub (``org/name``).
         out: the run's folder; ``runs/NAME`` where None.
         dtype: of the weights: ``bfloat16`` or ``float32``; None: as they are (float16 as float32).
         eot: its end-of-text token, where the folder does not say it.
@@ -100,9 +106,8 @@ def import_model(
     out = Path("runs") / name if out is None else Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already and not empty: give another folder")
-    found = open_foreign(find_folder(path), LAYOUTS)
-    config = find_tokenizer(found.folder, found.model.vocab_size, eot)
-    tokenizer = build_tokenizer(config, found.model.vocab_size, found.folder)
+    found = open_any(find_folder(path))
+    config, tokenizer = tokenizer_of(found, eot)
     like = {
         key: torch.empty_like(tensor, dtype=DTYPES[dtype] if dtype else _kept(found.dtype(key)), device="meta")
         for key, tensor in checkpoint.build(found.model, torch.device("meta")).state_dict().items()
@@ -116,7 +121,9 @@ def import_model(
     with whole_folder(out) as folder:
         run = RunFolder(folder)
         write_text(run.recipe_yaml, recipe.to_yaml())
-        if isinstance(config, File):
+        if found.tokenizer is not None:
+            found.tokenizer.save(run.tokenizer)
+        elif isinstance(config, File):
             shutil.copyfile(found.folder / TOKENIZER, run.tokenizer)
         _write_weights(run, found, like, tokenizer)
         source = found.folder.resolve().name if Path(path).exists() else str(path)

@@ -8,12 +8,37 @@ from typing import Any
 
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import File, NoTokenizer, TokenizerConfig
-from alcoda.errors import RunError
+from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json
+from alcoda.interop.foreign import Foreign
 
 TOKENIZER = "tokenizer.json"
 _SAYS = ("tokenizer_config.json", "special_tokens_map.json")
 _IDS = ("generation_config.json", "config.json")
+
+
+def tokenizer_of(found: Foreign, eot: str | None = None) -> tuple[TokenizerConfig, Tokenizer]:
+    """The tokenizer of a checkpoint, as a recipe has it, and itself; arguments and errors as of the two below."""
+    given, vocab_size = found.tokenizer, found.model.vocab_size
+    if given is None and found.folder.is_file():
+        config: TokenizerConfig = NoTokenizer(vocab_size=vocab_size)
+        return config, config.build()
+    if given is None:
+        config = find_tokenizer(found.folder, vocab_size, eot)
+        return config, build_tokenizer(config, vocab_size, found.folder)
+    if eot is not None:
+        raise UsageError(f"eot {eot!r}: the tokenizer of {found.folder} says itself that it is {given.eot_text!r}")
+    check_vocabulary(given, vocab_size, found.folder)
+    return File(path=TOKENIZER, eot=given.eot_text, bos=None if given.bos == given.eot else given.bos_text), given
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
+    """RunError where a tokenizer has ids that the model has not."""
+    if tokenizer.vocab_size > vocab_size:
+        raise RunError(
+            f"the tokenizer of {path} has {tokenizer.vocab_size:,} tokens and the model {vocab_size:,}: one of the two "
+            "is of another model"
+        )
 
 
 def find_tokenizer(folder: Path, vocab_size: int, eot: str | None = None) -> TokenizerConfig:

@@ -28,6 +28,8 @@ class Attention(Choice, axis="attention"):
     qk_bias: Bool = False
     """A learned bias on queries and keys, before they are turned, where ``block.bias`` gives none (Huginn, papers.md
     5.4)."""
+    v_bias: Bool = False
+    """A learned bias on values, where ``block.bias`` gives none (Qwen2, beside ``qk_bias``)."""
 
     def kv_heads(self, n_heads: int) -> int:
         """G, the heads of keys and values."""
@@ -39,11 +41,12 @@ class Attention(Choice, axis="attention"):
 
     def check(self, shape: Shape) -> None:
         """Raise ValueError where the choice does not fit the shape."""
-        if self.qk_bias and shape.bias:
-            raise ValueError(
-                "attention.qk_bias is already there with block.bias=true, which puts a bias in every linear map: "
-                "remove qk_bias, or set block.bias to false"
-            )
+        for name in ("qk_bias", "v_bias"):
+            if getattr(self, name) and shape.bias:
+                raise ValueError(
+                    f"attention.{name} is already there with block.bias=true, which puts a bias in every linear map: "
+                    f"remove {name}, or set block.bias to false"
+                )
 
     def build_keys(self, shape: Shape, values: ValueTable | None, recall: nn.Module) -> KeyProjection:
         """What makes keys and values of what a token is: in each layer, or once of the prelude's output."""
@@ -59,7 +62,7 @@ class Attention(Choice, axis="attention"):
         width = self.latent_width(shape.d_model)
         down = Cost() if width is None else linear(shape.d_model, width, shape.bias)
         d_in = shape.d_model if width is None else width
-        maps = [down, linear(d_in, d_kv, shape.bias or self.qk_bias), linear(d_in, d_kv, shape.bias)]
+        maps = [down, linear(d_in, d_kv, shape.bias or self.qk_bias), linear(d_in, d_kv, shape.bias or self.v_bias)]
         return total(*maps, self._norm_cost(shape), Cost(kv=2 * d_kv, latent=2 * d_kv if width is None else width))
 
     def cost(self, shape: Shape, place: Place) -> dict[str, Cost]:
@@ -174,7 +177,7 @@ class KeyProjection(nn.Module):
         d_in = shape.d_model if width is None else width
         self.latent = nn.Identity() if width is None else nn.Linear(shape.d_model, width, bias=shape.bias)
         self.k = nn.Linear(d_in, d_kv, bias=shape.bias or config.qk_bias)
-        self.v = nn.Linear(d_in, d_kv, bias=shape.bias)
+        self.v = nn.Linear(d_in, d_kv, bias=shape.bias or config.v_bias)
         self.k_norm = build_head_norm(config, shape.d_head)
         self.values = values
         self.recall = recall

@@ -28,6 +28,22 @@ class NoWindow(Window):
     kind: Literal["none"] = "none"
 
 
+class Everywhere(Window):
+    """Every layer looks at the last ``tokens`` positions, its own included (Mistral 7B, arXiv 2310.06825).
+
+    What reaches a token comes from further back through the layers between. Cost and cache as of `Pattern`.
+    """
+
+    kind: Literal["everywhere"] = "everywhere"
+    tokens: PositiveInt
+
+    def sizes(self) -> tuple[int, ...]:
+        return (self.tokens,)
+
+    def at(self, place: Place) -> int | None:
+        return self.tokens
+
+
 class Pattern(Window):
     """Layer i takes letter i of ``pattern``, over and over; the last layer is always L (nanochat, papers.md 4.1).
 

@@ -12,6 +12,7 @@ probe.safetensors  (by alcoda probe)
 exits.json         (by alcoda calibrate)
 frontier.json      (by alcoda frontier)
 lab/               (by alcoda lab)
+heal.yaml, retrofit.json  (by alcoda retrofit; the losses after healing by alcoda healed)
 texts/valid/*.jsonl  (by alcoda pack --keep: splits that went along)
 """
 
@@ -59,12 +60,14 @@ RUN_FILES = (
     "eval.json",
     "exits.json",
     "frontier.json",
+    "heal.yaml",
     "lab",
     "metrics.jsonl",
     "prefills.json",
     "probe.safetensors",
     "recipe.yaml",
     "report.html",
+    "retrofit.json",
     "run.json",
     "samples.json",
     "tensorboard",

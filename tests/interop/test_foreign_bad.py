@@ -52,7 +52,9 @@ def plain(tmp_path: Path) -> Path:
 def test_no_folder(tmp_path: Path) -> None:
     assert "there is no folder" in said(tmp_path / "nothing", tmp_path / "out", UsageError)
     (tmp_path / "file").write_text("x")
-    assert "is no folder" in said(tmp_path / "file", tmp_path / "out", UsageError)
+    assert "is neither a GGUF file nor a checkpoint of llama2.c" in said(
+        tmp_path / "file", tmp_path / "out", UsageError
+    )
 
 
 def test_no_config(plain: Path, tmp_path: Path) -> None:

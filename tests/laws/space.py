@@ -19,7 +19,7 @@ from alcoda.config import Choice, Config
 from alcoda.laws.subject import VOCAB
 from alcoda.model.config import ModelConfig
 
-N_CASES = 60
+N_CASES = 63
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "seq_len": 48,
@@ -34,13 +34,14 @@ SIZES: dict[str, Any] = {
 
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
     ("attention", "gqa"): {"n_kv_heads": 2},
+    ("window", "everywhere"): {"tokens": 4},
     ("window", "pattern"): {"tokens": 3},
 }
 """By (axis, kind): an example of the fields without a default."""
 
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("attention", "gqa"): [{"n_kv_heads": 1, "qk_norm": "after_rope"}],
-    ("attention", "mha"): [{"qk_norm": "after_rope"}, {"qk_norm": "before_rope", "qk_bias": True}],
+    ("attention", "mha"): [{"qk_norm": "after_rope"}, {"qk_norm": "before_rope", "qk_bias": True, "v_bias": True}],
     ("attention", "mla"): [{"latent": 5, "qk_norm": "before_rope"}],
     ("carry", "hyper"): [{"states": 2, "first_logit": 8.0}],
     ("inject", "concat"): [{"noise": 0.1, "bias": True}, {"start": "identity"}],

@@ -82,6 +82,7 @@ ROWS = {
     ),
     "qk_bias": Row(attention(qk_bias=True), dropped="keys.k.bias"),
     "qk_bias-normed": Row(attention(qk_bias=True, qk_norm="before_rope"), BEFORE, dropped="attention.q.bias"),
+    "qkv_bias": Row(attention(qk_bias=True, v_bias=True), dropped="keys.v.bias"),
     "mla": Row(attention("mla"), wrong=AFTER),
     "mla-narrow": Row(attention("mla", latent=3, qk_norm="after_rope", qk_bias=True), AFTER, wrong=LLAMA),
     "interleaved": Row(
@@ -90,6 +91,9 @@ ROWS = {
         wrong=LLAMA,
     ),
     "window-SSSL": Row(SSSL, windows=(3, 3, 3, None), wrong_windows=(3, 3, 3, 3)),
+    "window-everywhere": Row(
+        {"block": {"window": {"kind": "everywhere", "tokens": 3}}}, windows=(3, 3, 3, 3), wrong_windows=(3, 3, 3, None)
+    ),
     "window-LS": Row(LS, windows=(None, 1, None, None), wrong_windows=(None, 2, None, None)),
     "window-longer-than-the-text": Row(
         {"block": {"window": {"kind": "pattern", "tokens": T + 1}}}, wrong_windows=(T - 1, None, None, None)
@@ -166,6 +170,7 @@ def test_control_another_equation_is_noticed(row: Row) -> None:
         ("qk_norm-before", "core.stack.layers.1.attention.keys.k_norm.weight"),
         ("qk_bias", "core.stack.layers.0.attention.q.bias"),
         ("qk_bias", "core.stack.layers.0.attention.keys.k.bias"),
+        ("qkv_bias", "core.stack.layers.0.attention.keys.v.bias"),
         ("mla", "coda.layers.0.attention.keys.latent.weight"),
         ("on_branch", "core.stack.layers.0.attention_post.weight"),
         ("on_branch", "core.stack.layers.0.mlp_post.weight"),
@@ -191,6 +196,7 @@ def test_which_parameters_there_are() -> None:
 
     plain = names()
     assert names(**attention(qk_bias=True)) - plain == {"attention.q.bias", "attention.keys.k.bias"}
+    assert names(**attention(v_bias=True)) - plain == {"attention.keys.v.bias"}
     assert names(**attention("mla")) - plain == {"attention.keys.latent.weight"}
     assert names(**attention(qk_norm="after_rope")) == plain
     assert names(**attention(qk_norm="before_rope")) - plain == {

@@ -76,7 +76,7 @@ def test_the_illegal_pairs_are_the_known_ones() -> None:
         *(frozenset({f"position {kind}", "keys anchor rope"}) for kind in ("none", "learned")),
         frozenset({"block.sandwich after_add", "update lti_delta"}),
         frozenset({"loop_norm none", "final_norm shared"}),
-        frozenset({"block.attention mha qk_bias", "block.bias True"}),
+        frozenset({"block.attention mha qk_bias v_bias", "block.bias True"}),
     }
 
 

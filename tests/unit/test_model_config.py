@@ -57,6 +57,10 @@ from alcoda.model.config import ModelConfig
             r"attention.qk_bias is already there with block.bias=true.*remove qk_bias, or set block.bias to false",
         ),
         (
+            {"block": {"bias": True, "attention": {"kind": "mha", "v_bias": True}}},
+            r"attention.v_bias is already there",
+        ),
+        (
             {"n_heads": 4, "block": {"bias": True, "attention": {"kind": "gqa", "n_kv_heads": 2, "qk_bias": True}}},
             r"attention.qk_bias is already there",
         ),
