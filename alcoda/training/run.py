@@ -13,6 +13,8 @@ exits.json         (by alcoda calibrate)
 frontier.json      (by alcoda frontier)
 lab/               (by alcoda lab)
 texts/valid/*.jsonl  (by alcoda pack --keep: splits that went along)
+
+Of an imported run the weights alone are there, and tokenizer.json where the checkpoint had one.
 """
 
 from __future__ import annotations
