@@ -212,6 +212,7 @@ def test_what_works_on_runs_works_on_it(ouro: Path, tmp_path: Path, monkeypatch:
     assert api.lab(run, data, tokens=400, loops=6).to_json()
     packed = api.pack(run, tmp_path / "packed")
     assert alcoda.load(packed.path).tokenizer.bos_text == "<|begin|>"
+    assert "Imported, not trained here: the ouro checkpoint ouro." in (packed.path / "README.md").read_text()
     recipe = {
         "name": "healed",
         "model": alcoda.load(run).recipe.model,
