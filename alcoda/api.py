@@ -336,10 +336,11 @@ def calibrate(
         data, held_out: what they are chosen on, and what they are checked on.
     """
     loaded = _loaded(run, checkpoint)
+    where = loaded.run.writable().exits_json
     found = _calibrate(
         loaded, rule, to, tolerances, loops, data, held_out, max_tokens=max_tokens, batch_size=batch_size
     )
-    found.save(loaded.run.writable().exits_json)
+    found.save(where)
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from alcoda.config import validate
+from alcoda.data.prepare import prepare
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import UsageError
 from alcoda.files import read_json, whole_folder, write_json, write_text
@@ -163,14 +164,27 @@ def retrofit(
     dense = build(without(found.config, layers), dense_weights(found.config, found.weights, layers.kept))
     identity = check_identity(model, dense, not layers.dropped)
     del dense
-    rows = min(SEQ_LEN, found.config.seq_len) if seq_len is None else seq_len
-    healing = None if data is None else _healing(out, model.config, found.tokenizer, data, max_bytes, rows, steps)
+    healing = None
+    if data is not None:
+        rows = _row_tokens(found.config, seq_len)
+        healing = _healing(out, model.config, found.tokenizer, data, max_bytes, rows, steps)
+        prepare(healing.data, found.tokenizer)  # before anything is written: the corpus may be none
     _write(out, found, model, layers, identity, healing)
     losses = None
     if healing is not None:
         losses = _losses(out, healing, found, model, tokens)
         write_json(out / RETROFIT_JSON, {"split": layers.to_json(), "losses": losses.to_json()})
     return Retrofitted(out, layers, identity, losses, None if healing is None else out / HEAL_YAML)
+
+
+def _row_tokens(source: ModelConfig, seq_len: int | None) -> int:
+    if source.position.cost(source.shape).params == 0:
+        return min(SEQ_LEN, source.seq_len) if seq_len is None else seq_len
+    if seq_len not in (None, source.seq_len):
+        raise UsageError(
+            f"--seq-len {seq_len}: positions of the source are learned, for rows of {source.seq_len}; leave it out"
+        )
+    return source.seq_len
 
 
 def _healing(
@@ -213,14 +227,15 @@ def _write(
 ) -> None:
     fields: dict[str, Any] = {
         "name": out.name,
-        "description": f"{found.about['name']} made recurrent: layers {layers.rows()}",
+        "description": f"{found.about['name']} made recurrent: layers {layers}",
         "model": model.config.model_dump(mode="json"),
         "data": {"tokenizer": _tokenizer(out, found.tokenizer)},
+        "eval": {"loops": sorted({1, model.config.n_loops})},
         "train": {"dtype": "float32"},  # as it is loaded: the source's logits to the bit at one loop
     }
     if healing is not None:
         fields["data"] = healing.data.model_dump(mode="json")
-    recipe = validate(Recipe, fields, "the recipe")
+    recipe = validate(Recipe, fields, "the recipe").resolved()
     if out.exists():
         out.rmdir()
     with whole_folder(out) as folder:
@@ -266,7 +281,8 @@ def _scores(
     loaded: LoadedRun, model: RecurrentLM, seq_len: int, depths: list[int], tokens: int | None
 ) -> dict[int, Loss]:
     config = model.config.model_copy(update={"seq_len": seq_len})
-    one = replace(loaded, model=model, recipe=loaded.recipe.model_copy(update={"model": config}))
+    recipe = loaded.recipe.model_copy(update={"model": config, "depth": "fixed"})  # of the source: it has one depth
+    one = replace(loaded, model=model, recipe=recipe)
     found = evaluate(one, depths, "valid", max_tokens=tokens)
     return {score.loops: Loss.of(score) for score in found.by_depth}
 

@@ -43,6 +43,9 @@ class Split:
     def to_json(self) -> dict[str, list[int]]:
         return {name: list(layers) for name, layers in vars(self).items()}
 
+    def __str__(self) -> str:
+        return "; ".join(f"{name} {layers}" for name, layers, _ in self.rows())
+
     def rows(self) -> list[list[str]]:
         """For a table: stage, layers of the source, how many."""
         stages = [(name, list(layers)) for name, layers in vars(self).items()]

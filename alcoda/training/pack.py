@@ -26,7 +26,19 @@ from alcoda.training.device import DTYPES
 from alcoda.training.load import check_tokenizer, pick_checkpoint
 from alcoda.training.run import RunFolder
 
-KEPT = ("created", "versions", "commit", "dirty", "seeds", "plugins", "machine", "data", "ledger", "init_from")
+KEPT = (
+    "created",
+    "versions",
+    "commit",
+    "dirty",
+    "seeds",
+    "plugins",
+    "machine",
+    "data",
+    "ledger",
+    "init_from",
+    "imported",
+)
 """Of run.json: what tells where the weights come from. Its command names folders of the machine that trained them."""
 _PATHS = re.compile(r"^(text|jsonl|parquet|bin):(.*)$")
 
@@ -210,8 +222,13 @@ def card(run: RunFolder, about: str = "") -> str:
         lines.append(f"| {part['corpus']} | {part.get('weight', 1):.3g} | {size} | {part['content_hash'][:16]} |")
     lines += ["", "Documents, tokens and bytes are of the part that was trained on.", "", "## Training", ""]
     versions = record.get("versions", {})
-    begun = record.get("init_from")
+    begun, imported = record.get("init_from"), record.get("imported")
     lines += [
+        *(
+            [f"* Imported, not trained here: the {imported['layout']} checkpoint {imported['source']}."]
+            if imported
+            else []
+        ),
         *([f"* From the weights of {begun['run']} ({begun['checkpoint']})."] if begun else []),
         f"* {manifest['train_step']:,} train steps, {manifest['tokens']:,} tokens; depth {recipe.depth.kind}, "
         f"optimizer {recipe.train.optimizer.kind}. `recipe.yaml` has every setting.",

@@ -14,6 +14,8 @@ frontier.json      (by alcoda frontier)
 lab/               (by alcoda lab)
 heal.yaml, retrofit.json  (by alcoda retrofit; the losses after healing by alcoda healed)
 texts/valid/*.jsonl  (by alcoda pack --keep: splits that went along)
+
+Of an imported run the weights alone are there, and tokenizer.json where the checkpoint had one.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def test_from_a_dense_file_to_a_healed_model(run_cli: Cli, source: Path, words: 
     assert "healed, 2" in after.out and after.json["retrofit"] == done.json["losses"]["retrofit"]
     assert list(after.json["healed"]) == ["1", "2"]
     assert run_cli.ok("eval", healed, "--loops", "1,2,3", "--json").json["bits_per_byte"].keys() == {"1", "2", "3"}
+    assert run_cli.ok("eval", out, "--json").json["bits_per_byte"].keys() == {"1", "2"}
     refused = run_cli.refused(
         "healed", out, says=("was not trained from a retrofit", "alcoda retrofit SRC --data CORPUS")
     )

@@ -54,6 +54,20 @@ def test_huginn_is_its_equations(huginn: Path) -> None:
     assert lm.n_loops == 3 and lm.recipe.model.state_init.kind == "noise"  # of which evaluation sees zeros
 
 
+def test_huginn_from_noise_if_asked(huginn: Path, tmp_path: Path) -> None:
+    """Noise of the place, so that a longer text begins as the shorter one did; from which the model goes elsewhere."""
+    api.import_model(huginn, tmp_path / "run")
+    recipe = tmp_path / "run/recipe.yaml"
+    zeros = alcoda.load(tmp_path / "run").logits(ids(), loops=1)
+    text = recipe.read_text()
+    assert "at_eval: zeros" in text
+    recipe.write_text(text.replace("at_eval: zeros", "at_eval: by_position"))
+    lm = alcoda.load(tmp_path / "run")
+    noise = lm.logits(ids(), loops=1)
+    assert (noise - zeros).abs().max() > 0.1
+    torch.testing.assert_close(lm.logits(ids()[:, :5], loops=1), noise[:, :5], rtol=0, atol=ATOL)
+
+
 def test_ouro_is_its_equations(ouro: Path) -> None:
     lm = alcoda.load(ouro)
     for loops in (1, 2, 4):
@@ -198,6 +212,7 @@ def test_what_works_on_runs_works_on_it(ouro: Path, tmp_path: Path, monkeypatch:
     assert api.lab(run, data, tokens=400, loops=6).to_json()
     packed = api.pack(run, tmp_path / "packed")
     assert alcoda.load(packed.path).tokenizer.bos_text == "<|begin|>"
+    assert "Imported, not trained here: the ouro checkpoint ouro." in (packed.path / "README.md").read_text()
     recipe = {
         "name": "healed",
         "model": alcoda.load(run).recipe.model,

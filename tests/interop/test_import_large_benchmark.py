@@ -9,6 +9,7 @@ import import_large
 import pytest
 
 
+@pytest.mark.slow
 def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toy = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
     import_large.main(["--layers", "1", "--tokens", "3", "--folder", str(tmp_path)], toy)

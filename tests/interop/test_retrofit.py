@@ -68,6 +68,7 @@ def test_the_split_as_a_table() -> None:
     rows = surgery.split(12, 2, 3, 1, 4).rows()
     assert rows == [["prelude", "0-1", "2"], ["core", "4-6", "3"], ["coda", "11", "1"], ["dropped", "2-3, 7-10", "6"]]
     assert surgery.split(3, 0, 3, 0).rows()[0] == ["prelude", "-", "0"]
+    assert str(surgery.split(3, 1, 1, 1)) == "prelude 0; core 1; coda 2; dropped -"
 
 
 @pytest.mark.parametrize(
@@ -227,18 +228,20 @@ def test_without_a_corpus_there_is_a_run_and_no_recipe(source: Path, tmp_path: P
 def test_a_dense_run_of_ours_is_a_source(corpus: str, tmp_path: Path) -> None:
     fields = {"n_prelude": 3, "n_core": 0, "n_coda": 0, "n_loops": 1, "d_model": 16, "n_heads": 2, "seq_len": 16}
     recipe = {
-        "model": {**fields, "vocab_size": 257},
+        "model": {**fields, "vocab_size": 257, "position": "learned"},
         "data": {"corpus": corpus, "tokenizer": "byte"},
         "train": {"steps": 1, "batch_size": 2, "dtype": "float32"},
         "eval": {"tokens": 100},
     }
     alcoda.train(validate(Recipe, recipe), tmp_path / "dense")
-    made = alcoda.retrofit(tmp_path / "dense", tmp_path / "retro", 1, 1, 1, 2, data=corpus, tokens=200, steps=2)
-    assert made.losses is not None and made.losses.seq_len == 16
-    found = open_source(tmp_path / "dense")
-    assert (
-        found.about["layout"] == "alcoda" and found.tokenizer.sha256 == alcoda.load(tmp_path / "retro").tokenizer.sha256
-    )
+    how: dict[str, Any] = {"data": corpus, "tokens": 200, "steps": 2}
+    with pytest.raises(UsageError, match=r"--seq-len 8: positions of the source are learned, for rows of 16"):
+        alcoda.retrofit(tmp_path / "dense", tmp_path / "retro", 1, 1, 1, 2, seq_len=8, **how)
+    made = alcoda.retrofit(tmp_path / "dense", tmp_path / "retro", 1, 1, 1, 2, **how)
+    assert made.losses is not None and made.losses.seq_len == 16 and made.recipe is not None
+    found, retro = open_source(tmp_path / "dense"), alcoda.load(tmp_path / "retro")
+    assert found.about["layout"] == "alcoda" and found.tokenizer.sha256 == retro.tokenizer.sha256
+    assert alcoda.train(load_recipe(made.recipe), tmp_path / "healed").status == "finished"
 
 
 def test_what_is_refused_leaves_nothing(source: Path, tmp_path: Path) -> None:
@@ -249,6 +252,9 @@ def test_what_is_refused_leaves_nothing(source: Path, tmp_path: Path) -> None:
         ({"source": alone / "model.bin"}, r"has no tokenizer, and a run is trained on text"),
         ({"loops": 0}, r"--loops 0: at least 1"),
         ({"steps": 1}, r"--steps 1: at least 2"),
+        ({"data": f"text:{tmp_path / 'no.txt'}"}, r"no.txt"),
+        ({"data": "text"}, r"corpus 'text'"),
+        ({"data": "pystdlib", "seq_len": 0}, r"model.seq_len"),
         ({"core": 4}, r"are 6 layers, and the source has 4"),
         ({"source": tmp_path / "nothing"}, r"nothing"),
     ):
