@@ -26,7 +26,19 @@ from alcoda.training.device import DTYPES
 from alcoda.training.load import check_tokenizer, pick_checkpoint
 from alcoda.training.run import RunFolder
 
-KEPT = ("created", "versions", "commit", "dirty", "seeds", "plugins", "machine", "data", "ledger", "init_from", "imported")
+KEPT = (
+    "created",
+    "versions",
+    "commit",
+    "dirty",
+    "seeds",
+    "plugins",
+    "machine",
+    "data",
+    "ledger",
+    "init_from",
+    "imported",
+)
 """Of run.json: what tells where the weights come from. Its command names folders of the machine that trained them."""
 _PATHS = re.compile(r"^(text|jsonl|parquet|bin):(.*)$")
 
