@@ -59,15 +59,16 @@ class Foreign:
         return tensor if take.change is None else take.change(tensor)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of ours with its name, one at a time, those of large tensors first, with a progress bar.
+        """Every parameter of ours with its name, one at a time, those of the largest tensors first; with a bar.
 
         Raises:
             RunError: a damaged file.
         """
         with progress.bar(f"reading {self.folder.name}", len(self.takes)) as advance:
             # A tensor is there twice until it is copied: the large ones had better be while there is little else.
-            sizes = {name: math.prod(self.tensors.about[take.name].shape) for name, take in self.takes.items()}
-            for name in sorted(sizes, key=lambda name: -sizes[name]):
+            for name in sorted(
+                self.takes, key=lambda name: -math.prod(self.tensors.about[self.takes[name].name].shape)
+            ):
                 yield name, self.weight(name)
                 advance()
 
