@@ -16,6 +16,8 @@ from alcoda.engine.capacity import capacity as _capacity
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import disk, read_json, write_json
+from alcoda.harness.evaluate import harness as _harness
+from alcoda.harness.results import HarnessResult
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.caches import CachesResult
 from alcoda.measure.caches import evaluate_caches as _evaluate_caches
@@ -59,6 +61,7 @@ __all__ = [
     "ExitResult",
     "Footprint",
     "FrontierResult",
+    "HarnessResult",
     "LabResult",
     "LawReport",
     "Ledger",
@@ -83,6 +86,7 @@ __all__ = [
     "fit_probe",
     "footprint",
     "frontier",
+    "harness",
     "lab",
     "load",
     "load_plugin",
@@ -404,6 +408,39 @@ def lab(
         out=None if out is None else Path(out),
         batch_size=batch_size,
     )
+
+
+def harness(
+    run: str | Path | LM,
+    tasks: Sequence[str],
+    loops: Sequence[int] = (),
+    exits: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+    data: str | Path | None = None,
+    bos: bool = False,
+    batch_size: int | None = None,
+    checkpoint: str = "best",
+) -> HarnessResult:
+    """Downstream tasks at depths and with exits: accuracy with standard errors, mean loops, executed FLOPs a token;
+    docs/harness.md.
+
+    Of a run that is named, every task that is done is kept in its ``harness.json`` and not measured again.
+
+    Args:
+        run, checkpoint: as of `evaluate`.
+        tasks: of lm-eval by name (hellaswag, lambada_openai, piqa, ...), YAML files of its form, or ``core``.
+        loops: depths, all from one pass; the model's ``n_loops`` where empty.
+        exits: rules or tiers, beside them.
+        limit: the first so many documents of each task; None: all.
+        data: the folder of the data; None: where ``make tasks`` puts them. Of CORE it must be named.
+        bos: whether texts begin with end-of-text, as documents of training do; lm-eval's ``hf`` adds none.
+        batch_size: rows read at a time; None: as many as have 2,048 tokens.
+    """
+    lm = run if isinstance(run, LM) else load(run, checkpoint)
+    out = None if isinstance(run, LM) else RunFolder.find(run).writable().harness_json
+    folder = None if data is None else Path(data)
+    return _harness(lm, tasks, loops, exits, limit=limit, data=folder, bos=bos, batch_size=batch_size, out=out)
 
 
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alcoda import bench_command, cost_command, depth_commands, eval_command, lab_command, launch
+from alcoda import bench_command, cost_command, depth_commands, eval_command, harness_command, lab_command, launch
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
 from alcoda.show import print_json, print_recipes, print_table, say
@@ -275,6 +275,7 @@ def quickstart(
 
 
 app.command(name="eval")(eval_command.evaluate)
+app.command()(harness_command.harness)
 app.command()(cost_command.cost)
 app.command()(cost_command.capacity)
 app.add_typer(bench_command.app, name="bench")
