@@ -10,14 +10,14 @@ from typing import Any
 from alcoda.bench import bench_engine
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.tiers import Tiers
+from alcoda.downstream.evaluate import harness as _harness
+from alcoda.downstream.results import HarnessResult
 from alcoda.engine.bench import BenchResult
 from alcoda.engine.capacity import CapacityResult
 from alcoda.engine.capacity import capacity as _capacity
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import disk, read_json, write_json
-from alcoda.harness.evaluate import harness as _harness
-from alcoda.harness.results import HarnessResult
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.caches import CachesResult
 from alcoda.measure.caches import evaluate_caches as _evaluate_caches

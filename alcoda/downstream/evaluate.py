@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 
 from alcoda import progress
-from alcoda.engine.llm import LM
-from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.files import read_json, write_json
-from alcoda.harness.core import CORE, NEEDED, CoreTask, read_core, score_core
-from alcoda.harness.encode import Encoder
-from alcoda.harness.results import (
+from alcoda.downstream.core import CORE, NEEDED, CoreTask, read_core, score_core
+from alcoda.downstream.encode import Encoder
+from alcoda.downstream.results import (
     FORMAT,
     CoreScore,
     Estimate,
@@ -28,8 +25,11 @@ from alcoda.harness.results import (
     standard_error,
     stderr_of,
 )
-from alcoda.harness.score import Point, Scorer, points
-from alcoda.harness.tasks import SOURCES, default_folder, read_task
+from alcoda.downstream.score import Point, Scorer, points
+from alcoda.downstream.tasks import SOURCES, default_folder, read_task
+from alcoda.engine.llm import LM
+from alcoda.errors import RunError, UsageError, did_you_mean
+from alcoda.files import read_json, write_json
 
 MAIN = ("acc_norm", "acc", "exact_match")
 """What a task is summed up by: the first that it has, else its first metric. CORE and LAMBADA have acc alone."""
@@ -73,7 +73,7 @@ def harness(
         if name in SOURCES:
             read_task(name, folder)
     if any(not _of_core(name) for name in named):
-        from alcoda.harness import adapter  # noqa: F401 (where lm-eval is missing, that is said before anything runs)
+        from alcoda.downstream import adapter  # noqa: F401 (where lm-eval is missing, that is said before anything runs)
     asked = {"train_step": lm.loaded.train_step, "limit": limit, "bos": bos, "points": [_described(p) for p in at]}
     kept = _kept(out)
     found = []
@@ -160,7 +160,7 @@ def _bar(task: str) -> Callable[[str, int], Any]:
 
 
 def _lm_eval(lm: LM, name: str, folder: Path, scorer: Scorer, encoder: Encoder, limit: int | None) -> TaskResult:
-    from alcoda.harness import adapter
+    from alcoda.downstream import adapter
 
     task = adapter.load_task(name, folder)
     answers = adapter.Answers(lm, scorer, encoder, _bar(str(task.config.task)))

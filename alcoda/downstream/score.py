@@ -14,8 +14,8 @@ from torch import Tensor
 
 from alcoda.depth.replay import replay
 from alcoda.depth.rules import NEVER
+from alcoda.downstream.encode import Ask
 from alcoda.errors import RunError, UsageError
-from alcoda.harness.encode import Ask
 from alcoda.model.prefill import Tell, read_rows
 from alcoda.training.device import autocast
 from alcoda.training.load import Exit, LoadedRun
@@ -199,7 +199,8 @@ class Scorer:
         """Loss of each target in nats, and whether it is the likeliest token."""
         nats, right = [], []
         for y, target in zip(y_ND.split(LOGIT_TOKENS), target_N.split(LOGIT_TOKENS), strict=True):
-            logits = self.run.model.logits(y).float()
+            logits = self.run.model.logits(y)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             nats.append(F.cross_entropy(logits, target, reduction="none"))
             right.append(logits.argmax(-1) == target)
         return torch.cat(nats).double().cpu(), torch.cat(right).cpu()

@@ -54,9 +54,10 @@ class Encoder:
         begin, asks = (self.tokenizer.eot,), []
         for (context, after), whole_T in zip(moved, encoded[len(contexts) :], strict=True):
             before = of_context[context]
-            continuation = tuple(whole_T.tolist()[len(before) :])
+            # Where the context's last word goes on, the whole may have no more tokens than it: then each by itself.
+            continuation = tuple(whole_T.tolist()[len(before) :]) or tuple(self.tokenizer.encode(after).tolist())
             if not continuation:
-                raise UsageError(f"the continuation {after!r} is no token behind {context[-40:]!r}: nothing to score")
+                raise UsageError(f"the continuation {after!r} behind {context[-40:]!r} has no token: nothing to score")
             asks.append(Ask((*(begin if self.bos or not before else ()), *before), continuation))
         return asks
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from alcoda.downstream.encode import Encoder
+from alcoda.downstream.score import Answer, Scorer
+from alcoda.downstream.tasks import SOURCES, read_task
 from alcoda.engine.generated import Generated
 from alcoda.engine.llm import LM
 from alcoda.errors import UsageError
-from alcoda.harness.encode import Encoder
-from alcoda.harness.score import Answer, Scorer
-from alcoda.harness.tasks import SOURCES, read_task
 from alcoda.model.prefill import Tell
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read where it is imported: nothing is fetched, nor looked for

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from alcoda.downstream.encode import Encoder
+from alcoda.downstream.score import Answer, Scorer
 from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.harness.encode import Encoder
-from alcoda.harness.score import Answer, Scorer
 from alcoda.model.prefill import Tell
 
 CORE = (
