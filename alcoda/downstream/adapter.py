@@ -6,7 +6,6 @@ Imports lm-eval: only when a task of it is run.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +21,6 @@ from alcoda.engine.llm import LM
 from alcoda.errors import UsageError
 from alcoda.model.prefill import Tell
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read where it is imported: nothing is fetched, nor looked for
 try:
     import lm_eval
     import lm_eval.api.task

@@ -36,7 +36,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, bos: bool = False) -> None:
-        self.tokenizer, self.bos = tokenizer, bos
+        self.tokenizer, self.bos, self.begin = tokenizer, bos, tokenizer.eot
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Ask]:
         """Contexts and continuations. Spaces at the end of a context go to its continuation, both are encoded as one
@@ -51,19 +51,19 @@ class Encoder:
         contexts = list(dict.fromkeys(context for context, _ in moved))
         encoded = self.tokenizer.encode_batch([*contexts, *(context + after for context, after in moved)])
         of_context = {text: ids_T.tolist() for text, ids_T in zip(contexts, encoded, strict=False)}
-        begin, asks = (self.tokenizer.eot,), []
+        asks = []
         for (context, after), whole_T in zip(moved, encoded[len(contexts) :], strict=True):
             before = of_context[context]
             # Where the context's last word goes on, the whole may have no more tokens than it: then each by itself.
             continuation = tuple(whole_T.tolist()[len(before) :]) or tuple(self.tokenizer.encode(after).tolist())
             if not continuation:
                 raise UsageError(f"the continuation {after!r} behind {context[-40:]!r} has no token: nothing to score")
-            asks.append(Ask((*(begin if self.bos or not before else ()), *before), continuation))
+            asks.append(Ask((*((self.begin,) if self.bos or not before else ()), *before), continuation))
         return asks
 
     def texts(self, texts: Sequence[str]) -> list[Ask]:
         """Whole texts, behind the token that begins a document."""
-        return [Ask((self.tokenizer.eot,), tuple(ids_T.tolist())) for ids_T in self.tokenizer.encode_batch(texts)]
+        return [Ask((self.begin,), tuple(ids_T.tolist())) for ids_T in self.tokenizer.encode_batch(texts)]
 
 
 def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:

@@ -172,10 +172,10 @@ def _lm_eval(lm: LM, name: str, folder: Path, scorer: Scorer, encoder: Encoder, 
     for p, metrics in enumerate(measured):
         estimates = {key: Estimate(one.value, stderr_of(key, one.value, one.each_N)) for key, one in metrics.items()}
         at.append(_point(scorer, p, estimates, gain_of(measured[0][main].each_N, metrics[main].each_N) if p else None))
-    n_documents = len(measured[0][main].each_N)
+    n_documents, note = len(measured[0][main].each_N), _leak(scorer)
     n_shots = int(task.config.num_fewshot or 0)
     source = f"lm-eval {adapter.VERSION}"
-    return TaskResult(name, source, n_shots, main, n_documents, scorer.spent.n_tokens, None, None, tuple(at))
+    return TaskResult(name, source, n_shots, main, n_documents, scorer.spent.n_tokens, None, note, tuple(at))
 
 
 def _core(task: CoreTask, scorer: Scorer, encoder: Encoder, limit: int | None) -> TaskResult:
@@ -185,9 +185,16 @@ def _core(task: CoreTask, scorer: Scorer, encoder: Encoder, limit: int | None) -
         accuracy = Estimate(float(right_N.mean()), standard_error(right_N))
         gain = gain_of(right_PN[0], right_N) if p else None
         at.append(_point(scorer, p, {"acc": accuracy}, gain, task.centred(accuracy.value)))
-    note = None if task.path.name == task.file else f"{task.path.name} in place of {task.file}"
+    part = None if task.path.name == task.file else f"{task.path.name} in place of {task.file}"
+    note = "; ".join(filter(None, (part, _leak(scorer)))) or None
     name, n_tokens = f"core/{task.name}", scorer.spent.n_tokens
     return TaskResult(name, "core", task.shots, "acc", right_PN.shape[1], n_tokens, task.baseline, note, tuple(at))
+
+
+def _leak(scorer: Scorer) -> str | None:
+    if scorer.run.recipe.model.route.causal_at_eval:
+        return None
+    return "the route looks at the whole text, also at the answer that is scored: this is no prediction"
 
 
 def _point(

@@ -128,6 +128,13 @@ def test_a_part_of_a_file_is_taken_and_told(folder: Path) -> None:
     assert one.note == "squad_1000.jsonl in place of squad.jsonl"
 
 
+def test_a_route_that_sees_the_answer_is_told(folder: Path) -> None:
+    lm = loaded(route={"kind": "expert_choice", "auxiliary": "none"})
+    (one,) = harness(lm, ["core/copa"], data=folder).tasks
+    assert one.note is not None and "no prediction" in one.note
+    assert harness(loaded(), ["core/copa"], data=folder).tasks[0].note is None
+
+
 # -- kept -------------------------------------------------------------------------------------------------------------
 
 
