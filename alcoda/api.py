@@ -10,6 +10,8 @@ from typing import Any
 from alcoda.bench import bench_engine
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.tiers import Tiers
+from alcoda.downstream.evaluate import harness as _harness
+from alcoda.downstream.results import HarnessResult
 from alcoda.engine.bench import BenchResult
 from alcoda.engine.capacity import CapacityResult
 from alcoda.engine.capacity import capacity as _capacity
@@ -61,6 +63,7 @@ __all__ = [
     "ExitResult",
     "Footprint",
     "FrontierResult",
+    "HarnessResult",
     "Imported",
     "LabResult",
     "LawReport",
@@ -88,6 +91,7 @@ __all__ = [
     "fit_probe",
     "footprint",
     "frontier",
+    "harness",
     "healed",
     "import_model",
     "lab",
@@ -413,6 +417,39 @@ def lab(
         out=None if out is None else Path(out),
         batch_size=batch_size,
     )
+
+
+def harness(
+    run: str | Path | LM,
+    tasks: Sequence[str],
+    loops: Sequence[int] = (),
+    exits: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+    data: str | Path | None = None,
+    bos: bool = False,
+    batch_size: int | None = None,
+    checkpoint: str = "best",
+) -> HarnessResult:
+    """Downstream tasks at depths and with exits: accuracy with standard errors, mean loops, executed FLOPs a token;
+    docs/harness.md.
+
+    Of a run that is named, every task that is done is kept in its ``harness.json`` and not measured again.
+
+    Args:
+        run, checkpoint: as of `evaluate`.
+        tasks: of lm-eval by name (hellaswag, lambada_openai, piqa, ...), YAML files of its form, or ``core``.
+        loops: depths, all from one pass; the model's ``n_loops`` where empty.
+        exits: rules or tiers, beside them.
+        limit: the first so many documents of each task; None: all.
+        data: the folder of the data; None: where ``make tasks`` puts them. Of CORE it must be named.
+        bos: whether texts begin with end-of-text, as documents of training do; lm-eval's ``hf`` adds none.
+        batch_size: rows read at a time; None: as many as have 2,048 tokens.
+    """
+    lm = run if isinstance(run, LM) else load(run, checkpoint)
+    out = None if isinstance(run, LM) else RunFolder.find(run).writable().harness_json
+    folder = None if data is None else Path(data)
+    return _harness(lm, tasks, loops, exits, limit=limit, data=folder, bos=bos, batch_size=batch_size, out=out)
 
 
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:

@@ -16,6 +16,7 @@ from alcoda import (
     cost_command,
     depth_commands,
     eval_command,
+    harness_command,
     interop_commands,
     lab_command,
     launch,
@@ -285,6 +286,7 @@ def quickstart(
 
 app.command(name="import")(interop_commands.import_model)
 app.command(name="eval")(eval_command.evaluate)
+app.command()(harness_command.harness)
 app.command()(cost_command.cost)
 app.command()(cost_command.capacity)
 app.add_typer(bench_command.app, name="bench")

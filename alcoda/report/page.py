@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report import caches, frontier, inside, lab, prefills, record, results
+from alcoda.report import caches, frontier, inside, lab, prefills, record, results, tasks
 from alcoda.report.export import check_forms, collecting, write_parts
 from alcoda.report.markup import esc
 from alcoda.report.read import Run, read_runs
@@ -17,6 +17,7 @@ from alcoda.report.read import Run, read_runs
 _PARTS = {
     "training": "Training",
     "depth": "Depth",
+    "tasks": "Tasks",
     "exits": "Exits",
     "prefill": "Prefill",
     "cache": "Decode cache",
@@ -69,6 +70,7 @@ def render(runs: Sequence[Run]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     # Parts that not every run has.
     there = {
+        "tasks": any(run.tasks for run in runs),
         "exits": any(run.frontier for run in runs),
         "lab": any(run.lab for run in runs),
         "loops": any(run.inside for run in runs),
@@ -82,6 +84,7 @@ def render(runs: Sequence[Run]) -> str:
         f'<nav aria-label="Sections">\n{links}\n</nav>',
         results.training(runs),
         results.depth(runs),
+        *([tasks.tasks(runs)] if there["tasks"] else []),
         *([frontier.exits(runs)] if there["exits"] else []),
         *([prefills.prefill(runs)] if there["prefill"] else []),
         *([caches.cache(runs)] if there["cache"] else []),

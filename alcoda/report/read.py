@@ -16,6 +16,7 @@ from alcoda.report.fields import Fields, load, objects
 from alcoda.report.frontier import Frontier, read_frontier
 from alcoda.report.lab import Lab, read_lab
 from alcoda.report.prefills import Prefills, read_prefills
+from alcoda.report.tasks import TaskScores, read_tasks
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Run:
     frontier: Frontier | None
     lab: Lab | None
     samples: tuple[Sample, ...]
+    tasks: tuple[TaskScores, ...]
     last: Fields
     notes: tuple[str, ...] = ()
 
@@ -239,6 +241,7 @@ def read_run(folder: Path) -> Run:
         frontier=read_frontier(folder / "frontier.json"),
         lab=read_lab(folder / "lab/lab.json"),
         samples=_samples(folder / "samples.json"),
+        tasks=read_tasks(folder / "harness.json"),
         last=last,
         notes=notes,
     )

@@ -11,6 +11,7 @@ prefills.json      (by alcoda eval --prefill all)
 probe.safetensors  (by alcoda probe)
 exits.json         (by alcoda calibrate)
 frontier.json      (by alcoda frontier)
+harness.json       (by alcoda harness)
 lab/               (by alcoda lab)
 heal.yaml, retrofit.json  (by alcoda retrofit; the losses after healing by alcoda healed)
 texts/valid/*.jsonl  (by alcoda pack --keep: splits that went along)
@@ -62,6 +63,7 @@ RUN_FILES = (
     "eval.json",
     "exits.json",
     "frontier.json",
+    "harness.json",
     "heal.yaml",
     "lab",
     "metrics.jsonl",
@@ -106,6 +108,7 @@ class RunFolder:
         self.probe = self.path / "probe.safetensors"
         self.exits_json = self.path / "exits.json"
         self.frontier_json = self.path / "frontier.json"
+        self.harness_json = self.path / "harness.json"
         self.lab = self.path / "lab"
         self.texts = self.path / "texts"
         self.report = self.path / "report.html"

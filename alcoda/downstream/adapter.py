@@ -1,0 +1,241 @@
+"""What lm-eval calls: `lm_eval.api.model.LM` over a loaded run, its answers at every depth from one pass.
+
+Imports lm-eval: only when a task of it is run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from alcoda.downstream.encode import Encoder
+from alcoda.downstream.score import Answer, Scorer
+from alcoda.downstream.tasks import SOURCES, read_task
+from alcoda.engine.generated import Generated
+from alcoda.engine.llm import LM
+from alcoda.errors import UsageError
+from alcoda.model.prefill import Tell
+
+try:
+    import lm_eval
+    import lm_eval.api.task
+    from datasets import Dataset, disable_progress_bars
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM as Base
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+except ImportError as error:
+    raise UsageError(
+        f"tasks of lm-eval need it, version 0.4.13 or newer ({error}); install it with: pip install 'alcoda[harness]' "
+        "(CORE needs none: --tasks core)"
+    ) from None
+
+VERSION = lm_eval.__version__
+MOST_STOPS = 4
+"""Stop strings that the engine looks for; texts are cut at the others when they are done."""
+MAX_TOKENS = 256
+"""Of a generated text where a task names none, as lm-eval's ``hf``."""
+
+Bar = Callable[[str, int], AbstractContextManager[Tell]]
+
+
+class Answers:
+    """What a model answers to lm-eval's requests, at every point; each request is worked out once.
+
+    Args:
+        bar: makes the progress bar of so many requests.
+    """
+
+    def __init__(self, lm: LM, scorer: Scorer, encoder: Encoder, bar: Bar) -> None:
+        self.lm, self.scorer, self.encoder, self.bar = lm, scorer, encoder, bar
+        self.known: dict[Any, Answer] = {}
+        self.texts: dict[Any, str] = {}
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Answer]:
+        """To contexts with continuations."""
+        new = [pair for pair in dict.fromkeys(texts) if pair not in self.known]
+        if new:
+            asks = self.encoder.pairs(new)
+            with self.bar("scoring", len(asks)) as tell:
+                self.known |= zip(new, self.scorer.score(asks, tell), strict=True)
+        return [self.known[pair] for pair in texts]
+
+    def rolling(self, texts: Sequence[str]) -> list[Answer]:
+        """To whole texts."""
+        new = [text for text in dict.fromkeys(texts) if text not in self.known]
+        if new:
+            asks = self.encoder.texts(new)
+            with self.bar("scoring", len(asks)) as tell:
+                self.known |= zip(new, self.scorer.score(asks, tell), strict=True)
+        return [self.known[text] for text in texts]
+
+    def generated(self, p: int, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        """What follows each context at point ``p``: all whose other arguments are alike in one call of the engine."""
+        groups: dict[str, list[str]] = {}
+        arguments: dict[str, dict[str, Any]] = {}
+        keys = [(p, context, repr(sorted(how.items()))) for context, how in requests]
+        for (_, context, kind), (_, how) in zip(keys, requests, strict=True):
+            if (p, context, kind) not in self.texts:
+                groups.setdefault(kind, []).append(context)
+                arguments[kind] = how
+        for kind, contexts in groups.items():
+            contexts = list(dict.fromkeys(contexts))
+            for context, text in zip(contexts, self._generate(p, contexts, arguments[kind]), strict=True):
+                self.texts[p, context, kind] = text
+        return [self.texts[key] for key in keys]
+
+    def _generate(self, p: int, contexts: Sequence[str], how: dict[str, Any]) -> list[str]:
+        until = how.get("until") or []
+        until = [until] if isinstance(until, str) else [text for text in until if text]
+        point, seq_len = self.scorer.points[p], self.lm.recipe.model.seq_len
+        max_tokens = int(how.get("max_gen_toks", MAX_TOKENS))
+        temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
+        prompts = [self._cut(context, max(1, seq_len - max_tokens - 1)) for context in contexts]
+        made: list[Generated] = self.lm.generate(
+            prompts,
+            details=True,
+            loops=point.loops,
+            exit=None if point.exit is None else point.exit.test,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=float(how.get("top_p") or 1.0),
+            stop=until[:MOST_STOPS] or None,
+        )
+        for one in made:
+            if one.error is not None:
+                raise UsageError(f"a text could not be generated: {one.error}")
+            ran = [*one.prompt_loops, *(token.loops for token in one.tokens[1:])]
+            self.scorer.spent.add(p, np.array(ran or [point.loops]))
+        return [_ended(one.text, until) for one in made]
+
+    def _cut(self, text: str, n_tokens: int) -> str:
+        """The end of a context that is too long."""
+        ids = self.lm.tokenizer.encode(text)
+        return text if len(ids) <= n_tokens else self.lm.tokenizer.decode(ids[-n_tokens:])
+
+
+def _ended(text: str, until: Sequence[str]) -> str:
+    for stop in until:
+        text = text.split(stop)[0]
+    return text
+
+
+class HarnessLM(Base):
+    """One point of `Answers`, as lm-eval wants a model to be."""
+
+    def __init__(self, answers: Answers, p: int) -> None:
+        super().__init__()
+        self.answers, self.p = answers, p
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        found = self.answers.pairs([request.args for request in requests])
+        return [(-answer.nats_P[self.p], answer.greedy_P[self.p]) for answer in found]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        found = self.answers.rolling([request.args[0] for request in requests])
+        return [-answer.nats_P[self.p] for answer in found]
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        return self.answers.generated(self.p, [request.args for request in requests])
+
+
+class _Local(ConfigurableTask):
+    """A task whose data are given."""
+
+    def __init__(self, rows: dict[str, Any], config: dict[str, Any]) -> None:
+        self._rows = rows
+        super().__init__(config=config)
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.dataset = self._rows
+
+
+def load_task(name: str, folder: Path) -> ConfigurableTask:
+    """A task by its name, lm-eval's definition with the data in ``folder``; or of a YAML file of the user's.
+
+    Raises:
+        UsageError: no data, or a file that is no task.
+    """
+    quiet()
+    if name not in SOURCES:
+        try:
+            (task,) = TaskManager(include_defaults=False).load([name])["tasks"].values()
+        except Exception as error:  # the file is the user's, and may fail in any way
+            raise UsageError(f"--tasks {name}: it is no task of lm-eval ({type(error).__name__}: {error})") from error
+        return task
+    source = SOURCES[name]
+    rows = read_task(name, folder)
+    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / source.definition, resolve_func=True)
+    for key in ("tag", "group", "training_split", "validation_split", "test_split"):
+        config.pop(key, None)
+    # What it is scored on is that split alone: no shots can be drawn.
+    config |= {f"{source.split}_split": source.split, "num_fewshot": 0}
+    return _Local({source.split: Dataset.from_list(rows)}, config)
+
+
+class Measured(NamedTuple):
+    """One metric at one point.
+
+    Attributes:
+        value: as lm-eval sums it up.
+        each_N: of each document; empty where a document has no number of its own.
+    """
+
+    value: float
+    each_N: np.ndarray
+
+
+def run_task(task: ConfigurableTask, answers: Answers, limit: int | None) -> list[dict[str, Measured]]:
+    """The metrics of a task at each point, by name; the first ``limit`` documents."""
+    found, name = [], task.config.task
+    _build_once(task)
+    for p in range(len(answers.scorer.points)):
+        result = evaluate(
+            HarnessLM(answers, p),
+            {"tasks": {name: task}, "groups": {}, "group_map": {}},
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        assert result is not None
+        metrics = {}
+        for key, value in result["results"][name].items():
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            each = [one.get(metric) for one in result["samples"][name] if one.get("filter", kind) == kind]
+            plain = all(isinstance(x, int | float | np.number) for x in each)
+            label = metric if kind == "none" else f"{metric} ({kind})"
+            metrics[label] = Measured(float(value), np.array(each if plain else [], dtype=float))
+        found.append(metrics)
+    return found
+
+
+def _build_once(task: ConfigurableTask) -> None:
+    """The requests are the same at every point, and a template takes longer than a small model."""
+    build, built = task.build_all_requests, False
+
+    def once(**how: Any) -> None:
+        nonlocal built
+        if not built:
+            build(**how)
+            built = True
+        for instance in task.instances:
+            instance.resps, instance.filtered_resps = [], {}
+
+    task.build_all_requests = once
+
+
+def quiet() -> None:
+    """lm-eval says much that is of no use here, and draws bars beside alcoda's."""
+    lm_eval.api.task.tqdm = lambda items, *_, **__: items
+    disable_progress_bars()
+    for name in ("lm_eval", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
