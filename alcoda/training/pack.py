@@ -38,6 +38,7 @@ KEPT = (
     "ledger",
     "init_from",
     "imported",
+    "retrofit",
 )
 """Of run.json: what tells where the weights come from. Its command names folders of the machine that trained them."""
 _PATHS = re.compile(r"^(text|jsonl|parquet|bin):(.*)$")
@@ -222,13 +223,14 @@ def card(run: RunFolder, about: str = "") -> str:
         lines.append(f"| {part['corpus']} | {part.get('weight', 1):.3g} | {size} | {part['content_hash'][:16]} |")
     lines += ["", "Documents, tokens and bytes are of the part that was trained on.", "", "## Training", ""]
     versions = record.get("versions", {})
-    begun, imported = record.get("init_from"), record.get("imported")
+    begun, imported, retrofit = (record.get(key) for key in ("init_from", "imported", "retrofit"))
     lines += [
         *(
             [f"* Imported, not trained here: the {imported['layout']} checkpoint {imported['source']}."]
             if imported
             else []
         ),
+        *([f"* A dense model made recurrent, not trained here: {retrofit['source']['name']}."] if retrofit else []),
         *([f"* From the weights of {begun['run']} ({begun['checkpoint']})."] if begun else []),
         f"* {manifest['train_step']:,} train steps, {manifest['tokens']:,} tokens; depth {recipe.depth.kind}, "
         f"optimizer {recipe.train.optimizer.kind}. `recipe.yaml` has every setting.",

@@ -221,6 +221,8 @@ def test_without_a_corpus_there_is_a_run_and_no_recipe(source: Path, tmp_path: P
     made = alcoda.retrofit(source, tmp_path / "retro", 1, 1, 1)
     assert (made.losses, made.recipe, made.split.dropped) == (None, None, (1,))
     assert alcoda.load(tmp_path / "retro").n_loops == 4
+    alcoda.pack(tmp_path / "retro", tmp_path / "packed")
+    assert "A dense model made recurrent, not trained here: model.bin." in (tmp_path / "packed/README.md").read_text()
     with pytest.raises(UsageError, match=r"was not trained from a retrofit whose losses were measured"):
         alcoda.healed(tmp_path / "retro")
 
