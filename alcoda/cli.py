@@ -275,6 +275,7 @@ def quickstart(
 
 
 app.command(name="import")(interop_commands.import_model)
+app.command()(interop_commands.export)
 app.command(name="eval")(eval_command.evaluate)
 app.command()(cost_command.cost)
 app.command()(cost_command.capacity)

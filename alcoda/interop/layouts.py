@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from alcoda.interop.hf_layout import Alcoda
 from alcoda.interop.huginn import Huginn
 from alcoda.interop.layout import Layout
 from alcoda.interop.ouro import Ouro
 
-LAYOUTS: tuple[Layout, ...] = (Huginn(), Ouro())
+LAYOUTS: tuple[Layout, ...] = (Alcoda(), Huginn(), Ouro())
 """In the order in which they are asked whether they recognise a config.json."""
