@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         evaluate_caches,
         evaluate_exit,
         evaluate_prefills,
+        export,
         fit_probe,
         footprint,
         frontier,
@@ -55,6 +59,7 @@ __all__ = [
     "evaluate_caches",
     "evaluate_exit",
     "evaluate_prefills",
+    "export",
     "fit_probe",
     "footprint",
     "frontier",
@@ -85,3 +90,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+if "transformers" in sys.modules:
+    # It is told of our models at once. A version that is too old is no reason not to import alcoda.
+    with suppress(ImportError, ValueError):
+        importlib.import_module("alcoda.interop.hf")

@@ -18,6 +18,7 @@ from alcoda.engine.capacity import capacity as _capacity
 from alcoda.engine.llm import LM, load
 from alcoda.errors import UsageError, did_you_mean
 from alcoda.files import disk, read_json, write_json
+from alcoda.interop.hf_save import MAX_SHARD_BYTES, Saved
 from alcoda.interop.load import Imported, import_model
 from alcoda.laws.run import LawReport, check_laws
 from alcoda.measure.caches import CachesResult
@@ -77,6 +78,7 @@ __all__ = [
     "Recipe",
     "Retrofitted",
     "Sample",
+    "Saved",
     "Tiers",
     "TrainResult",
     "bench_engine",
@@ -88,6 +90,7 @@ __all__ = [
     "evaluate_caches",
     "evaluate_exit",
     "evaluate_prefills",
+    "export",
     "fit_probe",
     "footprint",
     "frontier",
@@ -162,6 +165,26 @@ def capacity(
         model = model.recipe
     config = model.model if isinstance(model, Recipe) else model
     return _capacity(config, memory_bytes, loops, lengths, DTYPES[dtype])
+
+
+def export(
+    run: str | Path | LM,
+    out: str | Path,
+    checkpoint: str = "best",
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+) -> Saved:
+    """Write a folder for Hugging Face's transformers, which `load` reads too (docs/huggingface.md).
+
+    Args:
+        run: a run folder, whose weights are read in float32; or a loaded model, as it is held.
+        out: new, or empty.
+        checkpoint: ``best``, ``last``, or a checkpoint's name, where ``run`` is a folder.
+        dtype: of the weights: ``bfloat16`` or ``float32``; None: as read, or bfloat16 where that loses nothing.
+        max_shard_bytes: of one file of weights; 5 GB where None.
+    """
+    lm = run if isinstance(run, LM) else load(run, checkpoint, "cpu", "float32")
+    return lm.save_pretrained(out, dtype, MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
 
 
 def evaluate(

@@ -285,6 +285,7 @@ def quickstart(
 
 
 app.command(name="import")(interop_commands.import_model)
+app.command()(interop_commands.export)
 app.command(name="eval")(eval_command.evaluate)
 app.command()(harness_command.harness)
 app.command()(cost_command.cost)

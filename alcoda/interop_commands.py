@@ -7,8 +7,41 @@ from typing import Annotated
 
 import typer
 
-from alcoda.options import Json
+from alcoda.options import Json, Plugin
 from alcoda.show import print_json
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a folder that alcoda import reads.", metavar="RUN")],
+    out: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.", metavar="DIR")],
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a checkpoint's name.")] = "best",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights: bfloat16 or float32. Default: float32, or bfloat16 where that loses nothing.",
+            metavar="NAME",
+        ),
+    ] = None,
+    max_shard_bytes: Annotated[
+        int | None, typer.Option(help="Of one file of weights. Default: 5 GB.", metavar="BYTES", min=1)
+    ] = None,
+    plugin: Plugin = None,
+    as_json: Json = False,
+) -> None:
+    """A run as a folder for Hugging Face's transformers: AutoModelForCausalLM.from_pretrained(DIR)."""
+    from alcoda import api
+
+    found = api.export(run, out, checkpoint, dtype, max_shard_bytes)
+    if as_json:
+        print_json(found.to_json())
+        return
+    shards = "" if found.n_shards == 1 else f" in {found.n_shards} files"
+    text = "" if found.has_tokenizer else "; it has no tokenizer: token ids alone"
+    exits = "; calibrated exits went along" if found.has_exits else ""
+    typer.echo(
+        f"{found.path}: {found.params:,} parameters, {found.weights_bytes / 1e6:,.1f} MB of weights ({found.dtype})"
+        f"{shards}{text}{exits}; its card is {found.path / 'README.md'}"
+    )
 
 
 def import_model(

@@ -25,6 +25,7 @@ from alcoda.engine.service import Service
 from alcoda.engine.text import check_stop
 from alcoda.errors import RunError, UsageError
 from alcoda.interop.foreign import is_foreign
+from alcoda.interop.hf_save import MAX_SHARD_BYTES, Saved, save_pretrained
 from alcoda.interop.load import load_foreign
 from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.prefill import Prefill, read_rows
@@ -117,6 +118,21 @@ class LM:
         if "loss" in found:
             found["loss"][:, -1] = float("nan")
         return {name: x[0] for name, x in found.items()} if is_one else found
+
+    def save_pretrained(
+        self, folder: str | Path, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> Saved:
+        """Write a folder for the transformers library, which `load` reads too (docs/huggingface.md).
+
+        Args:
+            folder: new, or empty.
+            dtype: of the weights: bfloat16 or float32; None: as they are held, or bfloat16 where that loses nothing.
+            max_shard_bytes: of one file of weights.
+
+        Raises:
+            UsageError: a model with a memory, an unknown dtype, a folder that is not empty.
+        """
+        return save_pretrained(self.loaded, folder, dtype, max_shard_bytes)
 
     def _rows(self, ids: Ids) -> tuple[Tensor, bool]:
         """``ids`` as ``[B, T]`` on the model's device, and whether they were one row without a batch; or UsageError."""
