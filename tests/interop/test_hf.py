@@ -131,6 +131,16 @@ def test_beams_chunks_and_sampling(tmp_path: Path) -> None:
     assert model(ids(), logits_to_keep=2, use_cache=False).logits.shape[1] == 2
 
 
+def test_what_looks_ahead_is_read_and_not_decoded(tmp_path: Path) -> None:
+    lm = small(tmp_path, route={"kind": "expert_choice", "auxiliary": "none"})
+    lm.save_pretrained(tmp_path / "hf")
+    model = auto(tmp_path / "hf")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()).logits, lm.logits(ids()), rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="cannot decode"):
+        model.generate(ids(), max_new_tokens=2)
+
+
 def test_it_trains(tmp_path: Path) -> None:
     lm = small(tmp_path, **MODELS["grt"])
     lm.save_pretrained(tmp_path / "hf")
