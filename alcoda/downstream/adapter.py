@@ -6,8 +6,8 @@ Imports lm-eval: only when a task of it is run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from alcoda.errors import UsageError
 from alcoda.model.prefill import Tell
 
 try:
+    import datasets
+    import evaluate as evaluate_package
+    import huggingface_hub.constants
     import lm_eval
     import lm_eval.api.task
-    from datasets import Dataset, disable_progress_bars
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM as Base
     from lm_eval.api.task import ConfigurableTask
@@ -157,6 +159,25 @@ class _Local(ConfigurableTask):
         self.dataset = self._rows
 
 
+@contextmanager
+def offline() -> Generator[None]:
+    """In the block nothing is fetched from a hub, nor looked for there."""
+    flags = (
+        (huggingface_hub.constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (evaluate_package.config, "HF_EVALUATE_OFFLINE"),
+    )
+    before = [getattr(place, name) for place, name in flags]
+    try:
+        for place, name in flags:
+            setattr(place, name, True)
+        yield
+    finally:
+        for (place, name), value in zip(flags, before, strict=True):
+            setattr(place, name, value)
+
+
+@offline()
 def load_task(name: str, folder: Path) -> ConfigurableTask:
     """A task by its name, lm-eval's definition with the data in ``folder``; or of a YAML file of the user's.
 
@@ -177,7 +198,7 @@ def load_task(name: str, folder: Path) -> ConfigurableTask:
         config.pop(key, None)
     # What it is scored on is that split alone: no shots can be drawn.
     config |= {f"{source.split}_split": source.split, "num_fewshot": 0}
-    return _Local({source.split: Dataset.from_list(rows)}, config)
+    return _Local({source.split: datasets.Dataset.from_list(rows)}, config)
 
 
 class Measured(NamedTuple):
@@ -192,6 +213,7 @@ class Measured(NamedTuple):
     each_N: np.ndarray
 
 
+@offline()
 def run_task(task: ConfigurableTask, answers: Answers, limit: int | None) -> list[dict[str, Measured]]:
     """The metrics of a task at each point, by name; the first ``limit`` documents."""
     found, name = [], task.config.task
@@ -236,6 +258,6 @@ def _build_once(task: ConfigurableTask) -> None:
 def quiet() -> None:
     """lm-eval says much that is of no use here, and draws bars beside alcoda's."""
     lm_eval.api.task.tqdm = lambda items, *_, **__: items
-    disable_progress_bars()
+    datasets.disable_progress_bars()
     for name in ("lm_eval", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -36,7 +36,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, bos: bool = False) -> None:
-        self.tokenizer, self.bos, self.begin = tokenizer, bos, tokenizer.eot
+        self.tokenizer, self.bos, self.begin = tokenizer, bos, tokenizer.bos
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Ask]:
         """Contexts and continuations. Spaces at the end of a context go to its continuation, both are encoded as one

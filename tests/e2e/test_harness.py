@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -164,23 +165,34 @@ def test_numbers_are_lm_evals_own(trained: Path, folder: Path) -> None:
         for at, loops in zip(one.by_point, (1, 3), strict=False):
             task = adapter.load_task(one.task, folder)
             theirs = adapter.evaluate(
-                plain(lm, loops), {"tasks": {one.task: task}, "groups": {}, "group_map": {}}, bootstrap_iters=100
+                plain(lm, loops),
+                {"tasks": {one.task: task}, "groups": {}, "group_map": {}},
+                # Of a perplexity it would fork processes, which may hang beside torch's threads.
+                bootstrap_iters=100 if one.task == "copa" else 0,
             )
             assert theirs is not None
             said = theirs["results"][one.task]
             for name, measured in at.metrics.items():
                 assert measured.value == pytest.approx(said[f"{name},none"], rel=1e-5)
-                if name.startswith("acc"):
+                if one.task == "copa":
                     assert measured.stderr == pytest.approx(said[f"{name}_stderr,none"], rel=1e-9)
     # The control: the depths differ, and so do their numbers.
     perplexities = [at.metrics["perplexity"].value for at in found.tasks[1].by_point]
     assert len(set(perplexities)) == 3
 
 
-def test_tasks_of_ones_own(trained: Path, tmp_path: Path) -> None:
-    """Generation through the engine, and whole texts in windows."""
+def test_tasks_of_ones_own(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation through the engine, and whole texts in windows; nobody is asked for anything."""
     pytest.importorskip("lm_eval")
     from alcoda.downstream import adapter
+
+    asked: list[Any] = []
+
+    def nowhere(*address: Any, **how: Any) -> Any:
+        asked.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
 
     lm = alcoda.load(trained)
     texts = [{"text": "one two three four five six seven"}, {"text": "two"}, {"text": "one " * 30}]
@@ -191,6 +203,7 @@ def test_tasks_of_ones_own(trained: Path, tmp_path: Path) -> None:
         names.append(str(path))
     found = alcoda.harness(lm, names, [1, 3], ["state:0.5"])
     echo, rolling = found.tasks
+    assert asked == []
     assert [one.main for one in found.tasks] == ["exact_match", "byte_perplexity"]
     for at in echo.by_point:
         assert at.metrics["exact_match"].value == 0, "so small a model repeats nothing"
