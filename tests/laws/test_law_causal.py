@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from space import GRT, house, over_space
 from torch import Tensor
 
-from alcoda.laws.causal import T, check_no_leak
+from alcoda.laws.causal import T, check_no_leak, reach_of
 from alcoda.laws.law import LawBroken
 from alcoda.laws.subject import at_most, is_causal, make
 from alcoda.model import attention
@@ -64,3 +64,15 @@ def test_control_attention_that_reads_nothing_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "attend", lambda q, k, v, view: torch.zeros_like(q))
     with pytest.raises(AssertionError, match="is not seen"):
         check_no_leak(make(house()), 1, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reach"),
+    [({}, 2 + 3 * 2 * 2 + 2), ({"keys": "anchor"}, 2 + 2 + 2), ({"block": {}}, None)],
+    ids=["per_loop", "anchor", "no window"],
+)
+def test_what_windows_let_a_token_see(fields: dict[str, object], reach: int | None) -> None:
+    """1 + 2 x 3 + 1 layers that each see two tokens back; frozen keys are read at one of them."""
+    windows = {"block": {"window": {"kind": "everywhere", "tokens": 3}}}
+    config = house(**{"n_prelude": 1, "n_core": 2, "n_coda": 1, **windows, **fields})
+    assert reach_of(config, 3) == reach
