@@ -104,10 +104,10 @@ def _said(path: Path) -> Path:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether ``path`` is a file, a folder of another project, or what is left of one, and no run of ours."""
+    """Whether ``path`` is a file of weights, or a folder of another project or what is left of one; no run of ours."""
     folder = Path(path)
     if folder.is_file():
-        return True
+        return folder.suffix not in (".yaml", ".yml", ".json")  # a recipe, most likely
     if not folder.is_dir() or RunFolder(folder).exists:
         return False
     return (folder / CONFIG).is_file() or any(p.suffix in (".safetensors", *PICKLED) for p in folder.iterdir())
