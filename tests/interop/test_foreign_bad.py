@@ -83,7 +83,7 @@ def test_no_weights(plain: Path, tmp_path: Path) -> None:
     (plain / "model.safetensors").unlink()
     text = said(plain, tmp_path / "out", UsageError)
     assert "has no weights" in text and "model.safetensors.index.json" in text
-    (plain / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch /tmp/it_was_run'\ntR.")
+    (plain / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch it_was_run'\ntR.")
     text = said(plain, tmp_path / "out", UsageError)
     assert "pickled" in text and "pytorch_model.bin" in text and "safetensors are needed" in text
 
