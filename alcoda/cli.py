@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -364,7 +364,7 @@ def main() -> None:
         found_by_all = error.is_said is None and isinstance(error, UsageError)
         if not error.is_said and (launch.is_main() or not found_by_all):
             say(f"error: {error}")
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     except BrokenPipeError:
         # The reader of our output is gone (| head): not an error of ours. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -378,6 +378,17 @@ def main() -> None:
             "(this is unexpected; alcoda --debug COMMAND shows where it happened)"
         )
         sys.exit(1)
+
+
+def _end(code: int) -> NoReturn:
+    """Exit after a failure. One of several processes ends at once, without Python's own taking down: torch's threads
+    still run then, hold what the step left behind, and now and then abort the process (exit code -6)."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _terminate(number: int, frame: Any) -> None:

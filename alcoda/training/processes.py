@@ -108,6 +108,12 @@ class Processes:
                     done.append(work())
         return done[0]
 
+    def part(self) -> None:
+        """Wait for the others before leaving: who leaves first would look lost to who is still at it, and a process
+        that ends while its peer's connections close may be aborted by them."""
+        with suppress(RuntimeError):
+            self.gather(None)
+
     @contextmanager
     def losing(self, last_good: Callable[[], str]) -> Generator[None]:
         """Turns what torch raises when a peer is gone into a message that says what to do.
@@ -187,12 +193,17 @@ def joined(device: torch.device, timeout_s: float) -> Generator[Processes]:
             f"({str(error).splitlines()[0]}): look at torchrun's --rdzv-endpoint, and that all of them were started"
         ) from error
     try:
-        yield processes
-        with suppress(RuntimeError):
-            processes.gather(None)  # who leaves first would look lost to who is still at it
-    except BaseException:
-        # NCCL waits, when it is taken down, for what is under way, and after a failure that may never come.
-        atexit.unregister(_leave)
+        try:
+            yield processes
+        except (UsageError, RunError) as error:
+            if error.is_said is not None:  # found together: nothing is under way
+                processes.part()
+            raise
+        processes.part()
+    except BaseException as error:
+        if not isinstance(error, UsageError | RunError) or error.is_said is None:
+            # NCCL waits, when it is taken down, for what is under way, and after a failure that may never come.
+            atexit.unregister(_leave)
         raise
 
 
