@@ -74,20 +74,20 @@ class ExitTest:
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
         due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)
-        return (due_N, *self.begin(at_least_fp32(h_ND), where))
+        return (*[due_N] * bool(self.bounds.horizon), *self.begin(at_least_fp32(h_ND), where))
 
     def exits(self, seen: Seen, kept: Kept) -> tuple[Tensor, Tensor, Kept]:
         """Which rows leave after this loop, [N]; their scores, [N]; and what is kept of each."""
-        due_N, *own = kept
-        score_N, own = self.score(seen, tuple(own))
         bounds, loop = self.bounds, seen.loop
+        due, own = (kept[:1], kept[1:]) if bounds.horizon else ((), kept)
+        score_N, own = self.score(seen, own)
         # The threshold is rounded as the score is, once: fp32 at least.
         fires_N = score_N < self._thresholds(score_N.dtype)[loop - 1]
         if bounds.min_loops > 1:
             fires_N = fires_N & (torch.as_tensor(loop, device=fires_N.device) + bounds.horizon >= bounds.min_loops)
-        leaves_N = due_N if bounds.horizon else fires_N
+        leaves_N = due[0] if due else fires_N
         last = torch.as_tensor(loop, device=fires_N.device) >= bounds.max_loops
-        return leaves_N | last, score_N, (fires_N, *own)
+        return leaves_N | last, score_N, (*[fires_N] * len(due), *own)
 
     def _thresholds(self, dtype: torch.dtype) -> Tensor:
         if self._rounded_R.dtype != dtype:
@@ -220,7 +220,8 @@ class ProbeTest(ExitTest):
 
 def relative(change_ND: Tensor, h_ND: Tensor) -> Tensor:
     """``|change| / |h|``; 0 where nothing has changed."""
-    return change_ND.norm(dim=-1) / h_ND.norm(dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
+    size_N = torch.linalg.vector_norm(h_ND, dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
+    return torch.linalg.vector_norm(change_ND, dim=-1) / size_N
 
 
 def _not_in_first(score_N: Tensor, loop: int | Tensor) -> Tensor:

@@ -6,8 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 
-import torch
-
 from alcoda.engine.engine import Engine
 from alcoda.engine.request import Completion, Request
 
@@ -103,7 +101,7 @@ class Background:
 
     def _work(self) -> None:
         try:
-            with torch.no_grad(), self.engine.runner.passes():
+            with self.engine.runner.passes():
                 while self._wait():
                     self._tell(self.engine.step() or [])
         except BaseException as error:
