@@ -71,7 +71,10 @@ class FusedAttention(nn.Module):
 
 class FusedNorm(nn.Module):
     """An `RMSNormModule` in three kernels for seven: ``(x, -x)`` has the mean 0 and the mean square of ``x``, so that
-    `F.layer_norm`, for which torch has a kernel on a CPU, gives it. For inference."""
+    `F.layer_norm`, for which torch has a kernel on a CPU, gives it. Of many rows, whose numbers take longer than their
+    kernels, it is the norm as it is. For inference."""
+
+    FEW = 32
 
     def __init__(self, norm: RMSNormModule) -> None:
         super().__init__()
@@ -82,6 +85,8 @@ class FusedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
+        if x.numel() > self.FEW * self.width:
+            return torch.rms_norm(x, (self.width,), None if weight is None else weight[: self.width], self.eps)
         both = torch.layer_norm(torch.cat([x, -x], -1), (2 * self.width,), weight, None, self.eps)
         return both[..., : self.width]
 

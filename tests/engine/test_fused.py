@@ -16,6 +16,7 @@ from alcoda.model.lm import RecurrentLM
 from alcoda.model.norms import RMSNormModule
 
 IDS_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
+MANY_BT = IDS_BT.repeat(1 + FusedNorm.FEW // IDS_BT.numel(), 1)
 
 
 def as_it_is(linear: nn.Linear) -> nn.Module:
@@ -56,6 +57,7 @@ def test_fused_parts_give_what_the_parts_give(fields: dict[str, Any]) -> None:
     with torch.no_grad():
         expected_BTV = model(IDS_BT)
         torch.testing.assert_close(other(IDS_BT), expected_BTV, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(other(MANY_BT), model(MANY_BT), atol=1e-12, rtol=1e-12)
         model.core.at(0).layers[0].attention.q.weight.mul_(1.001)
         assert float((model(IDS_BT) - expected_BTV).abs().max()) > 1e-6
 
