@@ -2,85 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from page_browser import MARKS, Watched, chromium, finished, generate, loops_of, serve
 
-pytest.importorskip("fastapi", reason="the server needs the extra serve")
-playwright_api = pytest.importorskip("playwright.sync_api", reason="a browser is driven by playwright (extra browser)")
+from playwright.sync_api import Browser, Page, expect  # isort: skip
 
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright  # noqa: E402
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian's package chromium, or $CHROMIUM)"),
-]
-WAIT_MS = 60_000
-ROOT = Path(__file__).parents[2]
-
-
-def serve(folder: Path, *options: str) -> Generator[str]:
-    """The URL of a server with mini."""
-    command = [sys.executable, "-m", "alcoda", "serve", "mini", "--port", "0", "--json", *options]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["url"]
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    yield from serve(tmp_path_factory.mktemp("serve"))
+    with serve(tmp_path_factory.mktemp("serve")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def browser() -> Generator[Browser]:
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as made:
         yield made
-        made.close()
-
-
-class Watched:
-    """A page that is open, what it asked for, and what it complained of."""
-
-    def __init__(self, browser: Browser, url: str, **context: Any) -> None:
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.asked: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("console", lambda line: self.complaints.append(line.text) if line.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.url = url
-
-    def open(self) -> Page:
-        self.page.goto(self.url)
-        expect(self.page.locator("#dials .dial")).to_have_count(2)
-        return self.page
-
-    def check(self) -> None:
-        """Nothing was complained of, and nothing asked of another place."""
-        assert self.complaints == []
-        assert self.asked and all(url.startswith(self.url) for url in self.asked), self.asked
 
 
 @pytest.fixture
@@ -88,22 +31,6 @@ def watched(browser: Browser, server: str) -> Generator[Watched]:
     found = Watched(browser, server)
     yield found
     found.context.close()
-
-
-def generate(page: Page, **values: str) -> None:
-    for name, value in values.items():
-        page.fill(f"#{name.replace('_', '-')}", value)
-    page.click("#generate")
-    finished(page)
-
-
-def finished(page: Page) -> None:
-    expect(page.locator("#status")).to_contain_text("Done", timeout=WAIT_MS)
-
-
-def loops_of(page: Page, lane: str = "a") -> list[int]:
-    buttons = page.locator(f"article[aria-labelledby=lane-{lane}] .tokens .token")
-    return [int(x) for x in buttons.evaluate_all("all => all.map(one => one.dataset.loops)")]
 
 
 def turn(page: Page, letter: str, to: int, way: str | None = None) -> None:
@@ -234,7 +161,14 @@ def test_by_keyboard_alone(watched: Watched) -> None:
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     at = "Number(document.activeElement.dataset.at)"
     assert page.evaluate(at) == 0
-    for key, to in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 19), ("ArrowRight", 19), ("Home", 0)):
+    for key, to in (
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowLeft", 1),
+        ("End", 19),
+        ("ArrowRight", 19),
+        ("Home", 0),
+    ):
         page.keyboard.press(key)
         assert page.evaluate(at) == to, key
     page.keyboard.press("ArrowRight")
@@ -252,7 +186,9 @@ def test_by_keyboard_alone(watched: Watched) -> None:
     ("scheme", "width"), [("light", 1440), ("dark", 1440), ("light", 400), ("dark", 400)], ids=lambda x: str(x)
 )
 def test_light_dark_wide_and_narrow(browser: Browser, server: str, scheme: Any, width: int) -> None:
-    watched = Watched(browser, server, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce")
+    watched = Watched(
+        browser, server, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+    )
     page = watched.open()
     page.check("#compare")
     page.check("#digits")
@@ -275,142 +211,16 @@ def test_light_dark_wide_and_narrow(browser: Browser, server: str, scheme: Any, 
     watched.context.close()
 
 
-HOSTILE = ["<img src=x onerror='window.broken=1'>", "<script>window.broken=1</script>", "</li></ol><h1>no</h1>", "\u202e&lt;b&gt;"]
-
-
-def hostile(route: Route) -> None:
-    """An answer whose tokens are markup."""
-    tokens = [
-        {"text": text, "id": i, "loops": i + 1, "steps": [{"state_change": 0.5, "kl": None, "top": [[text, -0.1]]}] * (i + 1)}
-        for i, text in enumerate(HOSTILE)
-    ]
-    key = "delta" if "chat" in route.request.url else "text"
-    events: list[dict[str, Any]] = [
-        {"choices": [{key: {"content": "x"} if key == "delta" else "x", "finish_reason": None, "alcoda": {"tokens": [one]}}]}
-        for one in tokens
-    ]
-    events.append({"choices": [{"finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
-    route.fulfill(status=200, content_type="text/event-stream", body=body)
-
-
-def test_what_a_model_writes_is_only_text(watched: Watched) -> None:
-    page = watched.open()
-    page.route("**/v1/completions", hostile)
-    headings = page.locator("h1").count()
-    generate(page, prompt="<b>bold</b>")
-    assert page.locator(".tokens .token").all_inner_texts() == HOSTILE
-    page.locator(".tokens .token").first.click()
-    assert HOSTILE[0] in page.locator("#token").inner_text()
-    assert page.locator("main img, main script, main b").count() == 0 and page.locator("h1").count() == headings
-    assert page.evaluate("window.broken") is None
-    # And where somebody tried, the browser would refuse it.
-    page.evaluate("try { document.body.innerHTML = '<i>no</i>' } catch (error) { window.refused = error.name }")
-    assert page.evaluate("window.refused") == "TypeError" and page.locator("i").count() == 0
-
-
-def test_a_chat_goes_on(watched: Watched) -> None:
-    def models(route: Route) -> None:
-        found = route.fetch().json()
-        for one in found["data"]:
-            one["alcoda"]["is_chat"] = True
-        route.fulfill(json=found)
-
-    asked: list[Any] = []
-
-    def chat(route: Route) -> None:
-        asked.append(route.request.post_data_json)
-        hostile(route)
-
-    page = watched.page
-    page.route("**/v1/models", models)
-    page.route("**/v1/chat/completions", chat)
-    watched.open()
-    expect(page.locator("#prompt-label")).to_have_text("Message")
-    generate(page, prompt="Who are you?")
-    expect(page.locator("#prompt")).to_have_value("")
-    generate(page, prompt="And now?")
-    said = "".join(HOSTILE)
-    roles = [(one["role"], one["content"]) for one in asked[1]["messages"]]
-    assert roles == [("user", "Who are you?"), ("assistant", said), ("user", "And now?")]
-    assert page.locator(".turn").count() == 2 and "Who are you?" in page.locator(".turn").first.inner_text()
-    page.click("#new-chat")
-    assert page.locator(".turn").count() == 0
-    watched.check()
-
-
-def test_stop_keeps_what_is_there(watched: Watched) -> None:
-    page = watched.open()
-    expect(page.locator("#stop")).to_be_disabled()
-    page.fill("#max-tokens", "120")
-    page.click("#generate")
-    page.locator(".tokens .token").nth(2).wait_for()
-    page.click("#stop")
-    expect(page.locator("#status")).to_contain_text("Stopped")
-    n = len(loops_of(page))
-    assert 3 <= n < 120 and page.locator(".lane-state").first.inner_text() == "stopped"
-    assert page.evaluate("document.activeElement.id") == "generate"
-    generate(page, max_tokens="5")
-    assert len(loops_of(page)) == 5
-    watched.check()
-
-
-def test_errors_say_the_way_out(watched: Watched) -> None:
-    page = watched.open()
-    page.fill("#prompt", "word " * 200)
-    page.click("#generate")
-    problem = page.locator("#problem")
-    expect(problem).to_contain_text("Shorten the prompt, or ask for fewer tokens.")
-    assert problem.get_attribute("role") == "alert"
-    page.route("**/v1/completions", lambda route: route.abort())
-    page.click("#generate")
-    expect(problem).to_contain_text("The server does not answer. Is it still running?")
-    page.unroute("**/v1/completions")
-    page.route("**/v1/completions", lambda route: route.fulfill(status=429, headers={"Retry-After": "7"}, body="busy"))
-    page.click("#generate")
-    expect(problem).to_contain_text("Try again in 7 s")
-    page.unroute("**/v1/completions")
-    page.route("**/v1/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=""))
-    page.click("#generate")
-    expect(problem).to_contain_text("ended before it was whole")
-    page.unroute("**/v1/completions")
-    generate(page, prompt="Once", max_tokens="3")
-    expect(problem).to_be_hidden()
-
-
-def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
-    for url in serve(tmp_path, "--api-key", "sesame"):
-        watched = Watched(browser, url)
-        page = watched.page
-        page.goto(url)
-        field = page.locator("#key")
-        expect(field).to_be_focused()
-        field.fill("wrong")
-        field.press("Enter")
-        expect(page.locator("#problem")).to_contain_text("Give the key that the server was started with.")
-        field.fill("sesame")
-        field.press("Enter")
-        expect(page.locator("#dials .dial")).to_have_count(2)
-        expect(page.locator("#key-form")).to_be_hidden()
-        generate(page, max_tokens="4")
-        assert len(loops_of(page)) == 4
-        assert page.evaluate("[JSON.stringify(localStorage), document.cookie]") == ["{}", ""]
-        assert "sesame" not in page.content()
-        page.reload()
-        expect(page.locator("#dials .dial")).to_have_count(2)  # the tab knows it still
-        other = watched.context.new_page()
-        other.goto(url)
-        expect(other.locator("#key")).to_be_visible()
-        watched.context.close()
-
-
 def test_which_tokens_differ(watched: Watched) -> None:
     page = watched.open()
     found = page.evaluate(
         """async () => {
           const { differing } = await import("./page/diff.js");
           const told = (a, b) => { const x = differing(a, b); return [x.same, [...x.a].sort(), [...x.b].sort()]; };
-          return [told([1, 2, 3], [1, 2, 3]), told([1, 2, 3, 4], [1, 9, 3, 4]), told([1, 2], []), told([5, 1, 2], [1, 2, 6]), told([], [])];
+          return [
+            told([1, 2, 3], [1, 2, 3]), told([1, 2, 3, 4], [1, 9, 3, 4]), told([1, 2], []),
+            told([5, 1, 2], [1, 2, 6]), told([], []),
+          ];
         }"""
     )
     assert found == [[3, [], []], [1, [1], [1]], [0, [0, 1], []], [0, [0], [2]], [0, [], []]]

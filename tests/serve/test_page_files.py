@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -138,7 +139,7 @@ def _themes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("theme", _themes(), ids=["light", "dark"])
 def test_depths_are_in_order_by_lightness_alone_and_their_text_is_readable(theme: dict[str, str]) -> None:
     lightness = [_luminance(theme[f"d{i}"]) ** (1 / 3) for i in range(N_SHADES)]
-    steps = [b - a for a, b in zip(lightness, lightness[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(lightness)]
     assert all(step < -0.01 for step in steps) or all(step > 0.01 for step in steps), lightness
     for i in range(N_SHADES):
         assert _contrast(theme[f"d{i}"], theme[f"t{i}"]) >= 4.5, i

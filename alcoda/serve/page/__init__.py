@@ -6,14 +6,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from alcoda.serve.errors import json_response
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
     from alcoda.engine.llm import LM
     from alcoda.training.recipe import Recipe
     from alcoda.training.run import RunFolder
@@ -48,9 +47,9 @@ def mount(app: Any) -> None:
     is the `alcoda.serve.worker.Worker`."""
     files = _Files(directory=STATIC)
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return await _file(files, "index.html", {"type": "http", "method": "GET", "headers": []})
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
 
     @app.get("/page/lab.json", include_in_schema=False)
     def lab() -> Response:
@@ -59,10 +58,6 @@ def mount(app: Any) -> None:
         return json_response(about(worker.lm), headers={"Cache-Control": "no-store"})
 
     app.mount("/page", files, name="page")
-
-
-async def _file(files: StaticFiles, name: str, scope: MutableMapping[str, Any]) -> Response:
-    return await files.get_response(name, scope)
 
 
 def about(lm: LM) -> dict[str, Any]:

@@ -83,6 +83,8 @@ export class Lane {
     button.dataset.at = this.tokens.length - 1;
     button.dataset.loops = token.loops;
     button.dataset.shade = shade(token.loops, scale);
+    // The space before a word goes where its line breaks; other white space is kept as it is.
+    button.classList.toggle("word", /^ \S+$/.test(token.text));
     // A line break has no ground to colour: a sign stands for it.
     button.textContent = token.text === "" ? "·" : token.text.replaceAll("\n", "⏎\n");
     this.list.append(el("li", {}, button));
