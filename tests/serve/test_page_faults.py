@@ -107,6 +107,9 @@ def test_a_chat_goes_on(watched: Watched) -> None:
     roles = [(one["role"], one["content"]) for one in asked[1]["messages"]]
     assert roles == [("user", "Who are you?"), ("assistant", said), ("user", "And now?")]
     assert page.locator(".turn").count() == 2 and "Who are you?" in page.locator(".turn").first.inner_text()
+    page.check("#compare")  # a second depth joins where the first one stands
+    generate(page, prompt="Both?")
+    assert [len(one["messages"]) for one in asked[2:]] == [5, 5] and asked[2]["messages"] == asked[3]["messages"]
     page.click("#new-chat")
     assert page.locator(".turn").count() == 0
     watched.check()
@@ -133,7 +136,7 @@ def test_errors_say_the_way_out(watched: Watched) -> None:
     page.fill("#prompt", "word " * 200)
     page.click("#generate")
     problem = page.locator("#problem")
-    expect(problem).to_contain_text("Shorten the prompt, or ask for fewer tokens.")
+    expect(problem).to_contain_text("this model's context holds 128: shorten prompt")
     assert problem.get_attribute("role") == "alert"
     page.route("**/v1/completions", lambda route: route.abort())
     page.click("#generate")

@@ -78,11 +78,10 @@ export async function* stream(path, body, signal) {
   }
 }
 
-// What to do about a problem, in words; empty where the message says it.
+// What to do about a problem, in words; empty where the server's message says it.
 export function wayOut(problem) {
   if (problem.status === 401) return "Give the key that the server was started with.";
   if (problem.status === 429) return `Many are waiting. Try again${problem.retryAfter ? ` in ${problem.retryAfter} s` : " in a moment"}.`;
   if (problem.status === 503) return "The server is loading its model, or about to stop. Try again in a moment.";
-  if (problem.code === "context_length_exceeded") return "Shorten the prompt, or ask for fewer tokens.";
   return "";
 }

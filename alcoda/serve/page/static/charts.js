@@ -25,7 +25,7 @@ export function byLoop(title, unit, values, most, cut) {
   for (let loop = 1; loop <= most; loop += step) parts.push(text(x(loop), height - 6, String(loop), { class: "tick middle" }));
   if (cut !== null) {
     parts.push(svg("line", { x1: left, x2: width - right, y1: y(cut), y2: y(cut), class: "cut" }));
-    parts.push(text(width - right, y(cut) - 4, `leaves below ${small(cut)}`, { class: "tick end cut-words" }));
+    parts.push(text(left + 3, y(cut) + 11, `leaves below ${small(cut)}`, { class: "tick cut-words" }));
   }
   const points = values.map((value, i) => [x(i + 1), value]).filter(([, value]) => value !== null);
   parts.push(svg("polyline", { points: points.map(([px, value]) => `${px},${y(value)}`).join(" "), class: "line" }));

@@ -107,7 +107,7 @@ export class Lane {
   }
 
   end(how) {
-    const words = { stop: "ended", length: "as long as was asked" };
+    const words = { stop: "ended", length: "reached its length" };
     this.say(how ?? words[this.finish] ?? "done");
     const used = this.summary?.tier;
     // Under load a server may answer less deep than it was asked, and says so.

@@ -193,6 +193,8 @@ async function generate() {
   const question = byId("prompt").value;
   const lanes = inUse();
   lanes.forEach((lane) => lane.empty());
+  // A second depth joins a chat where the first one stands.
+  if (chat && lanes.length > 1 && !lanes[1].turns.length) lanes[1].turns = [...lanes[0].turns];
   // One after the other: each has the machine to itself, so that their times compare.
   const asked = lanes.map((lane, i) => ({ lane, dial: state.dials[i], ...body(state.dials[i], lane) }));
   let how = null;

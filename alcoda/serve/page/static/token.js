@@ -50,11 +50,11 @@ export class TokenPanel {
 
   way(token, cut, most, scale) {
     const of = (rule) => (cut?.rule === rule ? cut.at : null);
-    return [
+    const drawings = [
       byLoop("Prediction moved", "KL to the loop before, nats", token.steps.map((step) => step.kl), most, of("kl")),
       byLoop("State changed", "relative to its size", token.steps.map((step) => step.state_change), most, of("state")),
-      this.table(token, scale),
-    ].filter(Boolean);
+    ];
+    return [el("div", { class: "drawings" }, ...drawings), this.table(token, scale)];
   }
 
   table(token, scale) {
