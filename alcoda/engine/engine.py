@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -209,6 +209,7 @@ class Engine:
         free = self.places - len(self.running)
         for completion in self.scheduler.admit(lambda one: self.runner.arena.reserve(one.n_tokens), free):
             self.running.add(completion)
+            completion.began_s = monotonic()
             self._try([completion], lambda completion=completion: self.runner.open(completion))
         launch = self.scheduler.next()
         if launch is None:

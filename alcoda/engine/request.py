@@ -99,6 +99,7 @@ class Completion:
         finish: why it ended; None: it has not.
         error: what was wrong, where it failed.
         prompt_loops: of each token of the prompt.
+        began_s: when it was given a place (`time.monotonic`); None: it waits.
     """
 
     request: Request
@@ -109,6 +110,7 @@ class Completion:
     finish: Finish | None = None
     error: str | None = None
     prompt_loops: list[int] = field(default_factory=list)
+    began_s: float | None = None
     # While it runs:
     span: Span | None = None
     coda_per_loop: bool = False

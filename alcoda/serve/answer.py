@@ -6,6 +6,7 @@ Both forms are made of the same pieces (`Pieces.take`), so that a stream, put to
 from __future__ import annotations
 
 import codecs
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from alcoda.data.tokenizer import Tokenizer
     from alcoda.engine.request import Token
 
-FINISH = {"stop": "stop", "length": "length"}
+LEAST = -9999.0
+"""In place of a logarithm of 0, which JSON cannot write; as OpenAI's."""
 
 
 @dataclass(eq=False)
@@ -85,8 +87,7 @@ class Pieces:
         if plan.logprobs is not None or plan.returns_loops:
             entries += self._tokens(len(text))
         self.n_chars = choice.n_chars
-        finish = None if choice.finish is None else FINISH.get(choice.finish, choice.finish)
-        return Piece(prompt + text, entries, finish)
+        return Piece(prompt + text, entries, choice.finish)
 
     def _tokens(self, n_chars: int) -> list[Entry]:
         """Tokens all of whose text was given out by now, and that were not told of yet. What a stop string begins in
@@ -148,6 +149,7 @@ class Answer:
         }
         self.chunk_head = self.head | {"object": "chat.completion.chunk" if self.plan.is_chat else kind}
         self.pieces = [Pieces(call, choice) for choice in call.choices]
+        self._n_ended = 0
 
     # -- whole --------------------------------------------------------------------------------------------------------
 
@@ -195,13 +197,10 @@ class Answer:
         found |= {"logprobs": self._logprobs(piece.entries), "finish_reason": piece.finish}
         if self.plan.returns_loops:
             found["alcoda"] = {"tokens": self._told(piece.entries)}
-        is_last = piece.finish is not None and all(one.finish is not None for one in self.call.choices)
-        is_last = is_last and not self.plan.include_usage and self._is_last(choice)
-        return self._event([found], {"alcoda": self.summary()} if is_last else {})
-
-    def _is_last(self, choice: Choice) -> bool:
-        self._ended = getattr(self, "_ended", 0) + 1
-        return self._ended == len(self.call.choices)
+        self._n_ended += piece.finish is not None
+        is_last = piece.finish is not None and self._n_ended == len(self.pieces)
+        tells = is_last and not self.plan.include_usage
+        return self._event([found], {"alcoda": self.summary()} if tells else {})
 
     def last(self) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -255,9 +254,9 @@ class Answer:
             if self.plan.returns_steps:
                 one["steps"] = [
                     {
-                        "state_change": step.state_change,
-                        "kl": step.kl,
-                        "top": [[self._text(i), logprob] for i, logprob in step.top],
+                        "state_change": _finite(step.state_change),
+                        "kl": _finite(step.kl),
+                        "top": [[self._text(i), _logprob(logprob)] for i, logprob in step.top],
                     }
                     for step in entry.token.steps
                 ]
@@ -271,7 +270,7 @@ class Answer:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
         return {
             "tokens": [entry.text for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
+            "token_logprobs": [None if entry.logprob is None else _logprob(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry.logprob is None else self._tops(entry) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
@@ -281,20 +280,28 @@ class Answer:
         found: dict[str, float] = {}
         for i, logprob in entry.top:
             text = self._text(i)
-            found[text] = max(logprob, found.get(text, logprob))
+            found[text] = max(_logprob(logprob), found.get(text, LEAST))
         return found
 
     def _chat_logprob(self, entry: Entry) -> dict[str, Any]:
         top = [
-            {"token": self._text(i), "logprob": logprob, "bytes": list(self.tokenizer.decode_bytes([i]))}
+            {"token": self._text(i), "logprob": _logprob(logprob), "bytes": list(self.tokenizer.decode_bytes([i]))}
             for i, logprob in entry.top
         ]
         return {
             "token": self._text(entry.id),
-            "logprob": entry.logprob,
+            "logprob": None if entry.logprob is None else _logprob(entry.logprob),
             "bytes": list(entry.raw),
             "top_logprobs": top,
         }
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode_bytes([token]).decode(errors="replace")
+
+
+def _logprob(number: float) -> float:
+    return number if math.isfinite(number) else LEAST
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

@@ -35,6 +35,7 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
     worker.check_ready()
     worker.request_begins()
     call: Call | None = None
+    watch: asyncio.Task[None] | None = None
     is_streaming = False
     try:
         raw = await request.body()
@@ -44,7 +45,6 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
         worker.enter(n)
         try:
             plan = await worker.read(lambda: make_plan(body, worker, depth))
-            worker.check_ready() if worker.state != "draining" else None
         except BaseException:
             worker.leave(n)
             raise
@@ -54,27 +54,22 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
             # The first event decides the status: what fails before it is an answer of its own.
             events = _events(call)
             watch = asyncio.create_task(_watch(call, request.receive))
-            first = await _first(events)
+            first = await anext(events)
             is_streaming = True
             return Events(call, first, events, watch)
         watch = asyncio.create_task(_watch(call, request.receive))
-        try:
-            await call.score()
-            async for _ in call.changes():
-                pass
-            return Response(Answer(call).whole(), media_type="application/json")
-        finally:
-            watch.cancel()
+        await call.score()
+        async for _ in call.changes():
+            pass
+        return Response(Answer(call).whole(), media_type="application/json")
     finally:
         if not is_streaming:
+            if watch is not None:
+                watch.cancel()
             if call is not None:
                 call.close()
                 worker.metrics.whole_s.observe(monotonic() - began_s)
             worker.request_ends()
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
 
 
 async def _watch(call: Call, receive: Receive) -> None:
@@ -128,7 +123,10 @@ class Events(Response):
             try:
                 async for event in self.events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-            except ApiError as error:
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    LOG.exception("a stream failed")
+                    error = ApiError(500, f"{type(error).__name__} in the server; its log says more", code="internal")
                 event = b"data: " + to_json(error.body()) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,17 +39,22 @@ class Audit:
         self.n_waiting = 0
         self._random = random.Random(seed)
 
-    def offer(self, lm: LM, background: Background, completion: Completion) -> Future[Compared] | None:
-        """A completion that has ended; None where it is not among those that are read again."""
+    def offer(
+        self, lm: LM, background: Background, completion: Completion, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """A completion that has ended, which may be among those that are read again.
+
+        Args:
+            post: does something in the event loop.
+        """
         if completion.request.test is None or self._random.random() >= self.share:
-            return None
+            return
         if self.n_waiting >= MOST_WAITING:
             self.metrics.unaudited.inc()
-            return None
+            return
         self.n_waiting += 1
         future = background.call(lambda: compare(lm, completion), when_idle=True)
-        future.add_done_callback(self._done)
-        return future
+        future.add_done_callback(lambda done: post(lambda: self._done(done)))
 
     def _done(self, future: Future[Compared]) -> None:
         self.n_waiting -= 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from alcoda.errors import RunError, UsageError
 from alcoda.serve.errors import ApiError
 from alcoda.serve.plan import Plan
 from alcoda.serve.worker import Worker
@@ -65,6 +66,7 @@ class Call:
     _changed: deque[Choice] = field(default_factory=deque)
     _wakes: asyncio.Event = field(default_factory=asyncio.Event)
     _n_left: int = 0
+    _n_held: int = 0
     _jobs: list[Future[Any]] = field(default_factory=list)
     _why: ApiError | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -86,7 +88,7 @@ class Call:
             first = p * plan.n
             if request is None:
                 self.choices += [Choice(first + i, p, finish="length") for i in range(plan.n)]
-                self.worker.leave(plan.n)
+                self._n_held += plan.n  # until the prompt is scored
                 continue
             made = [Choice(first + i, p) for i in range(plan.n)]
             self.choices += made
@@ -117,6 +119,8 @@ class Call:
 
     def close(self) -> None:
         """It was answered, or will not be."""
+        self.worker.leave(self._n_held)
+        self._n_held = 0
         if self._timer is not None:
             self._timer.cancel()
         if any(choice.completion is not None and choice.finish is None for choice in self.choices):
@@ -164,6 +168,10 @@ class Call:
                 if known[ids].cancelled():
                     raise self._why or ApiError(503, "the engine has stopped", code="stopped") from None
                 raise
+            except UsageError as error:
+                raise ApiError(400, str(error), param="prompt", code="invalid_value") from None
+            except RunError as error:
+                raise ApiError(500, str(error), code="engine_error") from None
 
     async def changes(self) -> AsyncIterator[list[Choice]]:
         """The choices that have new text, or have ended, until all have.
@@ -219,6 +227,8 @@ class Call:
         now, metrics = monotonic(), self.worker.metrics
         if choice.last_s is None:
             metrics.first_s.observe(now - self.began_s)
+            if choice.completion is not None and choice.completion.began_s is not None:
+                metrics.queue_s.observe(choice.completion.began_s - self.began_s)
         else:
             metrics.next_s.observe((now - choice.last_s) / (n_tokens - choice.n_tokens))
         choice.last_s = now

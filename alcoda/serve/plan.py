@@ -176,11 +176,11 @@ def _check_fits(ids: Sequence[int], asked: int | None, seq_len: int, is_chat: bo
     name = "messages" if is_chat else "prompt"
     least = 1 if asked is None else asked
     if len(ids) + least > seq_len:
-        what = f"{len(ids)} tokens of {name} and {least} to follow are {len(ids) + least}"
+        what = f"{len(ids)} tokens of {name} and {least} to follow"
         raise ApiError(
             400,
             f"{what}, and this model's context holds {seq_len}: shorten {name}, or lower max_tokens",
-            param=name,
+            param=name if len(ids) >= seq_len else "max_tokens",
             code="context_length_exceeded",
         )
 

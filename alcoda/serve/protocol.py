@@ -219,8 +219,7 @@ def read(cls: type[B], raw: bytes) -> B:
         return cls.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = [part for part in first["loc"] if isinstance(part, int) or part in data or len(first["loc"]) < 3]
-        param = ".".join(map(str, where or first["loc"]))
+        param = ".".join(str(part) for part in first["loc"] if part != "[key]")
         text = "it is needed" if first["type"] == "missing" else first["msg"]
         raise ApiError(400, f"{param}: {text}", param=param, code="invalid_value") from None
 

@@ -142,7 +142,7 @@ class Server:
         if self._n_signals == 1:
             self._ending = asyncio.ensure_future(self._end())
         else:
-            self.worker._gone.set()
+            self.worker.hurry()
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _end(self) -> None:

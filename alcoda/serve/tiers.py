@@ -110,7 +110,8 @@ class Catalogue:
                 '({"min": a, "max": b}), or set exit to "none"',
                 param="loops",
             )
-        return Depth(named, named, self._most(loops, self.loops[named]), {"exit": named, **_bounds(loops)})
+        most = self._most(loops, self.loops[named], self.loops[named])
+        return Depth(named, named, most, {"exit": named, **_bounds(loops)})
 
     def _default(self, key_tier: str | None, n_waiting: int) -> str | None:
         tier, degrade = key_tier or self.default, self.policy.degrade
@@ -128,41 +129,37 @@ class Catalogue:
             raise ApiError(
                 400, f"exit.rule: unknown rule {exit.rule!r}{did_you_mean(exit.rule, allowed)}", param="exit.rule"
             )
-        threshold = exit.threshold
-        how: dict[str, Any] = {"exit": exit.rule, "loops": self._check(loops) if isinstance(loops, int) else None}
+        threshold, low = exit.threshold, loops.min if isinstance(loops, LoopBounds) else None
+        n_loops = self._check(self._most(loops, self.max_loops, self.n_loops))
+        how: dict[str, Any] = {"exit": exit.rule, "loops": n_loops, "min_loops": low}
         if rules()[exit.rule].short == "loops":  # the number is one of loops, not a threshold
             if isinstance(threshold, list) or (threshold is not None and not threshold.is_integer()):
-                raise ApiError(
-                    400, f"exit.threshold: {exit.rule} takes a whole number of loops", param="exit.threshold"
-                )
+                why = f"exit.threshold: {exit.rule} takes a whole number of loops"
+                raise ApiError(400, why, param="exit.threshold")
             how |= {} if threshold is None else {"exit": f"{exit.rule}:{int(threshold)}"}
         else:
             how["threshold"] = threshold
-        text = exit.rule if threshold is None else f"{exit.rule}:{threshold}"
-        n_loops = loops if isinstance(loops, int) else self.n_loops
-        return Depth(None, text, self._most(loops, n_loops), how | _bounds(loops))
+        return Depth(None, exit.rule if threshold is None else f"{exit.rule}:{threshold}", n_loops, how)
 
     def _fixed(self, tier: str | None, loops: int | LoopBounds | None) -> Depth:
-        if isinstance(loops, LoopBounds):
-            n_loops = (
-                min(loops.max or self.n_loops, self.max_loops) if tier is None else self._most(loops, self.n_loops)
-            )
-            if loops.min is not None and loops.min > n_loops:
-                raise ApiError(400, f"loops.min={loops.min}: {n_loops} loops run", param="loops.min")
-        else:
-            n_loops = self.n_loops if loops is None else loops
-        return Depth(tier, tier or NONE, self._check(n_loops), {"loops": n_loops})
+        n_loops = self._check(self._most(loops, self.max_loops if tier is None else self.n_loops, self.n_loops))
+        return Depth(tier, tier or NONE, n_loops, {"loops": n_loops})
 
     def _check(self, loops: int) -> int:
         if loops > self.max_loops:
             raise ApiError(400, f"loops={loops}: this server runs {self.max_loops} at most", param="loops")
         return loops
 
-    def _most(self, loops: int | LoopBounds | None, n_loops: int) -> int:
-        most = loops.max if isinstance(loops, LoopBounds) else None
-        if most is not None and most > n_loops:
-            raise ApiError(400, f"loops.max={most}: this exit runs {n_loops} loops at most", param="loops.max")
-        return most or n_loops
+    def _most(self, loops: int | LoopBounds | None, limit: int, otherwise: int) -> int:
+        """Loops of a token at most, ``otherwise`` where nothing is asked; ApiError where bounds are above ``limit``."""
+        if not isinstance(loops, LoopBounds):
+            return otherwise if loops is None else loops
+        for name, bound in (("max", loops.max), ("min", loops.min)):
+            if bound is not None and bound > limit:
+                raise ApiError(400, f"loops.{name}={bound}: {limit} loops run here at most", param="loops")
+        if loops.min is not None and loops.max is not None and loops.min > loops.max:
+            raise ApiError(400, f"loops.min={loops.min} is above loops.max={loops.max}: swap them", param="loops")
+        return loops.max or max(otherwise, loops.min or 1)
 
 
 def _bounds(loops: int | LoopBounds | None) -> dict[str, int | None]:

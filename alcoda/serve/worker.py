@@ -113,12 +113,16 @@ class Worker:
                     self._free.clear()
                     await self._free.wait()
         except TimeoutError:
-            self._gone.set()
+            self.hurry()
+
+    def hurry(self) -> None:
+        """End what still runs."""
+        self._gone.set()
 
     async def close(self) -> None:
         """End the engine's thread; what still runs is cancelled."""
         self.state = "draining"
-        self._gone.set()
+        self.hurry()
         if self.service is not None:
             await asyncio.to_thread(self.service.background.stop)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -192,7 +196,7 @@ class Worker:
     def audit(self, completion: Completion) -> None:
         """A completion has ended: it may be read again at full depth."""
         if self.settings.audit and self.service is not None:
-            self.auditor.offer(self.lm, self.service.background, completion)
+            self.auditor.offer(self.lm, self.service.background, completion, self.post)
 
     async def gone(self) -> None:
         """Once what still runs is to end."""

@@ -46,7 +46,7 @@ def test_ids_are_read_as_they_are(client: openai.OpenAI, lm: LM) -> None:
     of_lists = client.completions.create(model=NAME, prompt=[ids, ids[1:]], max_tokens=9, temperature=0)
     text = alone(lm, "What", max_tokens=9)
     assert of_ids.choices[0].text == of_lists.choices[0].text == text
-    assert of_lists.choices[1].text == lm.generate_ids(ids[1:], 9) if hasattr(lm, "generate_ids") else True
+    assert of_lists.choices[1].text != text, "without the token that begins a document"
 
 
 def test_a_stop_string_over_token_borders(client: openai.OpenAI, lm: LM) -> None:
