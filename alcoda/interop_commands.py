@@ -38,9 +38,10 @@ def export(
     shards = "" if found.n_shards == 1 else f" in {found.n_shards} files"
     text = "" if found.has_tokenizer else "; it has no tokenizer: token ids alone"
     exits = "; calibrated exits went along" if found.has_exits else ""
+    code = "" if found.has_code else "; its choices of a plugin need alcoda: no code went along"
     typer.echo(
         f"{found.path}: {found.params:,} parameters, {found.weights_bytes / 1e6:,.1f} MB of weights ({found.dtype})"
-        f"{shards}{text}{exits}; its card is {found.path / 'README.md'}"
+        f"{shards}{text}{exits}{code}; its card is {found.path / 'README.md'}"
     )
 
 

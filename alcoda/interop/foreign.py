@@ -16,10 +16,10 @@ from torch import Tensor
 from alcoda import progress
 from alcoda.config import validate
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, some
 from alcoda.files import read_json
 from alcoda.interop.layout import Layout, Take
-from alcoda.interop.tensors import FLOATS, PICKLED, Tensors, some
+from alcoda.interop.tensors import FLOATS, PICKLED, Tensors
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.run import RunFolder
