@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from alcoda.depth.exiting import Exits, pick_coda_keys
 from alcoda.depth.sequential import ExitReader
-from alcoda.depth.tiers import find_exit
+from alcoda.depth.tiers import EXITS, PROBE, find_exit
 from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError, some
 from alcoda.interop.hf_cache import AlcodaCache
@@ -34,6 +34,7 @@ try:
         PreTrainedModel,
     )
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import cached_file
 except ImportError as error:
     raise UsageError(f"transformers 5 is needed ({error}): pip install 'alcoda[transformers]'") from None
 
@@ -233,9 +234,17 @@ class AlcodaForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError(f"exit={exit!r}: the name of a rule or a tier, such as 'state:0.01' or 'balanced'")
         key = (exit, num_loops)
         if key not in self._tests:
-            folder = Path(self.config.name_or_path or ".")
+            folder = self._folder()
             self._tests[key] = find_exit(exit, self.model, folder, self._tokenizer(folder), num_loops).test
         return self._tests[key]
+
+    def _folder(self) -> Path:
+        """Where the tiers lie: the folder of the model; of one of the hub, its place in the cache."""
+        name = self.config.name_or_path or "."
+        if not Path(name).is_dir():
+            found = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in (PROBE, EXITS)]
+            name = next((str(Path(file).parent) for file in found if file is not None), name)
+        return Path(name)
 
     def _tokenizer(self, folder: Path) -> str | None:
         """SHA-256 of the tokenizer in ``folder``, for tiers that were calibrated with one; None: it is not known."""

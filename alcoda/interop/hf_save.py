@@ -230,6 +230,7 @@ def _without(has_code: bool, axes: set[str]) -> list[str]:
         "this folder, which is alcoda's own. Read it, or trust who gave you the folder, before you let it run:",
         "",
         "```python",
+        'tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)',
         'model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)',
         "```",
         "",

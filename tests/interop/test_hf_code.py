@@ -64,6 +64,27 @@ def test_alcoda_is_preferred_and_passes_the_code_on(tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_text() == text
 
 
+def test_a_calibrated_tier_of_a_model_of_the_hub(tmp_path: Path) -> None:
+    """As it lies in the hub's cache; without alcoda."""
+    pytest.importorskip("transformers", minversion="5.0")
+    lm, commit = alcoda.load("mini", dtype="float32"), 40 * "0"
+    cached = tmp_path / "home/hub/models--me--mini"
+    lm.save_pretrained(cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(commit)
+    code = """
+import sys; sys.modules["alcoda"] = None
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("me/mini", trust_remote_code=True, dtype=torch.float32)
+tokenizer = transformers.AutoTokenizer.from_pretrained("me/mini", trust_remote_code=True)
+batch = tokenizer(["The old man"], return_tensors="pt")
+made = model.eval().generate(**batch, max_new_tokens=8, exit="balanced")
+print(tokenizer.decode(made[0, batch["input_ids"].size(1) :]), end="")
+"""
+    done = run(tmp_path, "-c", code)
+    assert done.stdout == lm.generate("The old man", max_tokens=8, exit="balanced"), done.stderr
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     small(tmp_path, **MODELS["grt"]).save_pretrained(tmp_path / "hf")

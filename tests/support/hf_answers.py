@@ -46,7 +46,8 @@ def main(found: str, again: str, folders: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
         assert type(model).__module__.startswith("transformers_modules."), type(model)
         assert type(model.config) is type(model).config_class
-        said[Path(folder).name] = answers(model, transformers.AutoTokenizer.from_pretrained(folder))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        said[Path(folder).name] = answers(model, tokenizer)
     torch.save(said, found)
     assert model is not None
     model.save_pretrained(again)
