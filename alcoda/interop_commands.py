@@ -61,12 +61,16 @@ def import_model(
     eot: Annotated[
         str | None, typer.Option(help="Its end-of-text token, where the folder does not say it.", metavar="TOKEN")
     ] = None,
+    noise: Annotated[
+        bool,
+        typer.Option("--noise", help="The state begins as noise at evaluation too, not as zeros (Huginn)."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """A checkpoint of another project as a run, on which everything works. None of its code is run."""
     from alcoda import api
 
-    found = api.import_model(path, out, dtype, eot)
+    found = api.import_model(path, out, dtype, eot, noise)
     if as_json:
         print_json(found.to_json())
         return
