@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from alcoda.interop.hf_config import ARCHITECTURE, MODEL_TYPE, OURS, PREFIX, che
 from alcoda.interop.tensors import INDEX, WEIGHTS
 from alcoda.interop.text import TOKENIZER, build_tokenizer, find_tokenizer
 from alcoda.model.config import ModelConfig
+from alcoda.model.merge import merged
 from alcoda.training import stream
 from alcoda.training.device import DTYPES
 from alcoda.training.load import LoadedRun
@@ -74,6 +75,8 @@ def save_pretrained(
     Raises:
         UsageError: a model with a memory, an unknown dtype, a folder that is not empty.
     """
+    has_exits = _has_exits(loaded)  # of the model as it was calibrated
+    loaded = _merged(loaded)
     out, model = Path(folder), loaded.recipe.model
     check_exports(model)
     if dtype is not None and dtype not in DTYPES:
@@ -87,7 +90,6 @@ def save_pretrained(
     widest = "float32" if torch.float32 in types.values() else "bfloat16"
     params = sum(tensor.numel() for tensor in weights.values())
     tokenizer = None if loaded.tokenizer.kind == "none" else loaded.tokenizer
-    has_exits = _has_exits(loaded)
     if out.exists():
         out.rmdir()
     with whole_folder(out) as new:
@@ -103,6 +105,15 @@ def save_pretrained(
         write_text(new / "README.md", card(loaded, params, widest, has_exits, has_code))
     size = sum((out / name).stat().st_size for name in shards)
     return Saved(out, params, widest, size, len(shards), tokenizer is not None, has_exits, has_code)
+
+
+def _merged(loaded: LoadedRun) -> LoadedRun:
+    """The same model with its adapter, if it has one, in its weights."""
+    model = merged(loaded.model)
+    if model is loaded.model:
+        return loaded
+    recipe = loaded.recipe.model_copy(update={"model": model.config, "trainable": None})
+    return replace(loaded, model=model, recipe=recipe)
 
 
 def _types(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, torch.dtype]:
@@ -207,7 +218,8 @@ def _write_exits(folder: Path, loaded: LoadedRun) -> None:
     # The same tokens by another file: it says which one a text begins with.
     vocab_size = loaded.recipe.model.vocab_size
     there = build_tokenizer(find_tokenizer(folder, vocab_size), vocab_size, folder)
-    tiers.model_copy(update={"tokenizer": there.sha256}).save(folder / loaded.run.exits_json.name)
+    now = {"tokenizer": there.sha256, "model": fingerprint(loaded.model)}
+    tiers.model_copy(update=now).save(folder / loaded.run.exits_json.name)
     if loaded.run.probe.exists():
         shutil.copyfile(loaded.run.probe, folder / loaded.run.probe.name)
 
