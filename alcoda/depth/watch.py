@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
@@ -163,9 +164,45 @@ class KlTest(ExitTest):
         return (h_ND.new_zeros(1, 1).expand(len(h_ND), self.model.config.vocab_size),)
 
     def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
-        log_p_NV = torch.log_softmax(at_least_fp32(seen.logits()), -1)
-        kl_N = (log_p_NV.exp() * (log_p_NV - kept[0])).sum(-1).clamp(min=0)  # rounding may leave less than nothing
+        log_p_NV = self.log_p(at_least_fp32(seen.logits()))
+        kl_N = self.divergence(log_p_NV, kept[0]).clamp(min=0)  # rounding may leave less than nothing
         return _not_in_first(kl_N, seen.loop), (log_p_NV,)
+
+    def log_p(self, logits_NV: Tensor) -> Tensor:
+        """Of the next token."""
+        return torch.log_softmax(logits_NV, -1)
+
+    def divergence(self, log_p_NV: Tensor, last_NV: Tensor) -> Tensor:
+        """Of the distribution after this loop and after the last one, [N]."""
+        return (log_p_NV.exp() * (log_p_NV - last_NV)).sum(-1)
+
+
+class LastKlTest(KlTest):
+    def divergence(self, log_p_NV: Tensor, last_NV: Tensor) -> Tensor:
+        return (last_NV.exp() * (last_NV - log_p_NV)).sum(-1)
+
+
+class MinPKlTest(LastKlTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, min_p: float) -> None:
+        super().__init__(model, bounds)
+        self.log_min_p = math.log(min_p)
+
+    def log_p(self, logits_NV: Tensor) -> Tensor:
+        log_p_NV = super().log_p(logits_NV)
+        rare_NV = log_p_NV < log_p_NV.amax(-1, keepdim=True) + self.log_min_p
+        return torch.log_softmax(log_p_NV.masked_fill(rare_NV, -math.log(log_p_NV.size(-1))), -1)
+
+
+class EntropyTest(ExitTest):
+    needs_logits, coda_keys = True, "per_loop"
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        return (h_ND.new_zeros(len(h_ND)),)
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        log_p_NV = torch.log_softmax(at_least_fp32(seen.logits()), -1)
+        entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+        return _not_in_first((entropy_N - kept[0]).abs(), seen.loop), (entropy_N,)
 
 
 class StateTest(ExitTest):

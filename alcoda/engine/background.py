@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
+
 from alcoda.engine.engine import Engine
 from alcoda.engine.request import Completion, Request
 
@@ -174,7 +176,7 @@ class Background:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            with torch.autocast(self.engine.runner.device.type, enabled=False):
+            with torch.no_grad(), torch.autocast(self.engine.runner.device.type, enabled=False):
                 found = job()
         except Exception as error:
             future.set_exception(error)

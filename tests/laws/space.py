@@ -19,7 +19,7 @@ from alcoda.config import Choice, Config
 from alcoda.laws.subject import VOCAB
 from alcoda.model.config import ModelConfig
 
-N_CASES = 63
+N_CASES = 66
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "seq_len": 48,
@@ -58,6 +58,7 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("position", "rope"): [{"pairs": "interleaved", "base": 50_000.0}],
     ("route", "expert_choice"): [{"auxiliary": "router", "apply": "blend", "drop_keys": False}],
     ("route", "token_choice"): [{"score": "sigmoid", "apply": "blend", "drop_keys": False}],
+    ("sharing", "adapter"): [{"rank": 3}],
     ("sharing", "lora"): [{"rank": 3}],
     ("state_init", "noise"): [{"at_eval": "by_position", "seed": 3}],
     ("update", "gate"): [{"tau": 0.7, "bias": 0.0, "noise": 0.0}],

@@ -17,10 +17,13 @@ from alcoda.depth.replay import replay
 from alcoda.depth.rules import (
     NEVER,
     ArgmaxStable,
+    EntropyChange,
     ExitRule,
     Fixed,
     Gate,
     Kl,
+    LastKl,
+    MinPKl,
     Probe,
     SecondOrder,
     StateChange,
@@ -68,6 +71,30 @@ def test_kl_is_in_nats_of_the_newer_distribution() -> None:
     expected = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)
     assert found[0] == (False, math.inf)  # there is nothing before the first loop
     assert found[1] == (True, pytest.approx(expected)) and found[2] == (True, pytest.approx(0.0))
+
+
+def test_huginns_criteria() -> None:
+    """Each against its equation, on distributions that tell them apart."""
+    p, q = [0.7, 0.25, 0.05], [0.3, 0.65, 0.05]
+    logits = [[math.log(x) + shift for x in dist] for dist, shift in ((q, 0.0), (p, 3.0), (p, 3.0))]
+
+    def scores(rule: ExitRule) -> list[float]:
+        found = [score for _, score in watch(built(rule), [[1, 0]] * 4, logits)]
+        assert found[0] == math.inf and found[2] == pytest.approx(0.0)
+        return found[1:2]
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    def entropy(a: list[float]) -> float:
+        return -sum(x * math.log(x) for x in a)
+
+    assert scores(LastKl()) == pytest.approx([kl(q, p)]) != pytest.approx([kl(p, q)])
+    assert scores(EntropyChange()) == pytest.approx([abs(entropy(p) - entropy(q))])
+    # 0.05 is under a tenth of either's likeliest, and becomes a third before all is normed anew.
+    p_kept, q_kept = ([x / (a + b + 1 / 3) for x in (a, b, 1 / 3)] for a, b in ((0.7, 0.25), (0.3, 0.65)))
+    assert scores(MinPKl()) == pytest.approx([kl(q_kept, p_kept)])
+    assert scores(MinPKl(min_p=1e-3)) == pytest.approx([kl(q, p)])
 
 
 def test_kl_is_never_below_zero() -> None:
