@@ -8,7 +8,8 @@ counted above what it holds once alcoda is there:
 
 a. `alcoda import`: the folder becomes a run;
 b. `alcoda.load` of the folder, and of the run, in bf16;
-c. of the run: `generate` of --tokens tokens at the model's 4 loops, greedy.
+c. of the run: `generate` of --tokens tokens at the model's 4 loops, greedy; once more where the model is for nothing
+   else (`alcoda.engine.packed.release`): weights that the engine lays out are then not there twice.
 
 The last line is JSON. Exit code 1 where (a) or (b) takes more than `MOST` times the weights.
 """
@@ -112,6 +113,7 @@ def write(folder: Path, layers: int, shape: dict[str, int]) -> int:
 def child(what: str, folder: str, out: str, tokens: int) -> dict[str, float]:
     """What one of the processes does, and what it took."""
     from alcoda import api
+    from alcoda.engine import packed
 
     before, began = resident_bytes(), time.perf_counter()
     if what == "import":
@@ -119,7 +121,9 @@ def child(what: str, folder: str, out: str, tokens: int) -> dict[str, float]:
         return {"seconds": time.perf_counter() - began, "peak_bytes": resident_bytes("VmHWM") - before}
     lm = api.load(folder, dtype="bfloat16")
     found = {"seconds": time.perf_counter() - began, "peak_bytes": resident_bytes("VmHWM") - before}
-    if what == "decode":
+    if what.startswith("decode"):
+        if what == "decode_alone":
+            packed.release(lm.model, lm.loaded.decode_dtype)
         for n in (1, tokens):  # the first time lays weights out
             began = time.perf_counter()
             lm.generate(PROMPT, max_tokens=n, ignore_eot=True)
@@ -143,7 +147,7 @@ def main(arguments: Sequence[str] | None = None, shape: dict[str, int] = SHAPE) 
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="where temporary folders go; the system's choice where not given")
-    parser.add_argument("--child", choices=("import", "load", "decode"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("import", "load", "decode", "decode_alone"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
@@ -159,6 +163,7 @@ def main(arguments: Sequence[str] | None = None, shape: dict[str, int] = SHAPE) 
             ("import", "import", theirs),
             ("load_folder", "load", theirs),
             ("load_run", "decode", run),
+            ("load_run_to_decode_alone", "decode_alone", run),
         ):
             found[name] = measure(what, folder, run, given.tokens)
             found[name]["peak_over_weights"] = found[name]["peak_bytes"] / n_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alcoda.engine.fused import fused, is_plain
-from alcoda.model.head import TiedHead
+from alcoda.model.head import TiedHead, UntiedHead
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.mlp import SwiGluModule
 from alcoda.training.device import is_small
@@ -113,33 +112,71 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     Args:
         dtype: of the passes (autocast); a model whose weights are bf16 computes in it anyway.
     """
-    weight = model.embed.weight
-    in_bf16 = torch.bfloat16 in (dtype, weight.dtype)
-    lays_out = is_there() if in_bf16 else dtype == weight.dtype == torch.float32 and is_small(model.config)
-    if weight.device.type != "cpu" or not lays_out:
+    in_bf16 = _in_bf16(model, dtype)
+    if in_bf16 is None:
         return model
     state = _state(model), in_bf16
     found = _SERVED.get(model)
     if found is None or found[0] != state:
-        packed = _packed(model, _part_in_bf16 if in_bf16 else partial(fused, lay=_turned))
-        if in_bf16:
-            packed.head = PlainHead(model.head_weight_VD)
-        elif type(model.head) is TiedHead:
-            packed.head = TurnedHead(model.head_weight_VD)
-        found = _SERVED[model] = (state, packed)
+        found = _SERVED[model] = (state, _laid_out(model, in_bf16, keeps=True))
     return found[1]
 
 
 def release(model: RecurrentLM, dtype: torch.dtype) -> None:
-    """Drop the weights that the engine reads in its own layout: engines still run the model, nothing else can."""
-    packed = served(model, dtype)
-    if packed is model:
+    """Lay out the weights as `served` does and drop each as it is done: engines still run the model, nothing else can.
+
+    Where it was not served before, no more memory is needed than its weights take and the largest part of a block, or
+    the head, once more.
+    """
+    in_bf16 = _in_bf16(model, dtype)
+    if in_bf16 is None:
         return
-    in_bf16 = torch.bfloat16 in (dtype, model.embed.weight.dtype)
-    for module in model.modules():
-        if is_plain(module):
-            module.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+    found = _SERVED.get(model)
+    if found is None or found[0] != (_state(model), in_bf16):
+        packed = _laid_out(model, in_bf16, keeps=False)
+    else:
+        packed = found[1]
+        for module in model.modules():
+            if is_plain(module) or (type(module) is UntiedHead and in_bf16):
+                _drop(module)
     _SERVED[model] = ((_state(model), in_bf16), packed)
+
+
+def _in_bf16(model: RecurrentLM, dtype: torch.dtype) -> bool | None:
+    """Whether weights are laid out in bf16, or in fp32; None: they are not."""
+    weight = model.embed.weight
+    in_bf16 = torch.bfloat16 in (dtype, weight.dtype)
+    lays_out = is_there() if in_bf16 else dtype == weight.dtype == torch.float32 and is_small(model.config)
+    return in_bf16 if weight.device.type == "cpu" and lays_out else None
+
+
+def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
+    """The model with its weights laid out; without ``keeps`` its own are dropped, part by part."""
+    done: dict[nn.Module, nn.Module | None] = {}  # one may be in several places
+
+    def part(module: nn.Module) -> nn.Module | None:
+        if module not in done:
+            done[module] = _part_in_bf16(module) if in_bf16 else fused(module, _turned)
+            if done[module] is not None and not keeps:
+                for linear in filter(is_plain, module.modules()):
+                    _drop(linear)
+        return done[module]
+
+    head: nn.Module | None = None
+    if in_bf16:
+        head = PlainHead(model.head_weight_VD)
+        if not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
+            _drop(model.head)
+    elif type(model.head) is TiedHead:
+        head = TurnedHead(model.head_weight_VD)
+    packed = _packed(model, part)
+    if head is not None:
+        packed.head = head
+    return packed
+
+
+def _drop(linear: nn.Module) -> None:
+    linear.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
 
 def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from engines import small
+from torch import Tensor, nn
 
 from alcoda.engine import packed
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.request import Request
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.precision import HeldLinear
 
 pytestmark = pytest.mark.skipif(not packed.is_there(), reason="this torch has no such kernels")
 
@@ -64,11 +68,34 @@ def test_weights_that_change_are_laid_out_anew() -> None:
     assert packed.served(model, torch.float32) is not before
 
 
-def test_released_weights_are_held_once() -> None:
-    model = in_bf16()
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_released_weights_are_held_once(head: str) -> None:
+    model, other = in_bf16(head=head), in_bf16(head=head)
     whole, said = packed.held_bytes(model, torch.float32), tokens(model)
     packed.release(model, torch.float32)
     assert packed.held_bytes(model, torch.float32) < whole and tokens(model) == said
+    # Map by map, of a model that no engine has served.
+    packed.release(other, torch.float32)
+    assert packed.held_bytes(other, torch.float32) == packed.held_bytes(model, torch.float32) and tokens(other) == said
+
+
+def test_while_weights_are_released_no_more_than_a_part_of_a_block_is_there_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = in_bf16()
+    maps = [m for m in model.modules() if type(m) in (nn.Linear, HeldLinear)]
+    dropped: list[int] = []
+    lay_out = packed.lay_out
+
+    def watched(weight: Tensor) -> Tensor:
+        dropped.append(sum(not m.weight.numel() for m in maps))
+        return lay_out(weight)
+
+    monkeypatch.setattr(packed, "lay_out", watched)
+    packed.release(model, torch.float32)
+    # An attention has four maps, an MLP three.
+    assert dropped[0] == 0 and dropped[-1] >= len(maps) - 4
+    assert all(0 <= after - before <= 4 for before, after in pairwise(dropped))
 
 
 def test_other_types_are_left_alone() -> None:
