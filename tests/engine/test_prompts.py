@@ -81,7 +81,7 @@ def check_together(
 def test_together_is_alone(name: str, lengths: tuple[int, ...]) -> None:
     model = small(**MODELS[name])
     for test in (None, *exits_of(model, "state", "kl", "second_order")):
-        ended = check_together(model, asked(lengths, test))
+        ended = check_together(model, asked(lengths, test, n_new=2))
         assert test is None or len({n for completion in ended for n in completion.prompt_loops}) > 1
 
 

@@ -72,12 +72,16 @@ def edit(folder: Path, name: str, **changed: Any) -> None:
     (folder / name).write_text(json.dumps(data | changed))
 
 
-def draw_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Empty figures, for tests of the words: drawing is what takes the time."""
+DRAWS = ("caches", "curves", "figures", "frontier", "inside", "lab", "positions", "prefills", "tasks")
+"""The modules of the report that draw."""
+
+
+def draw_nothing(patch: pytest.MonkeyPatch, but: str | None = None) -> None:
+    """Empty figures, but for those of one module, for tests of the words: drawing is what takes the time."""
 
     def blank(key: str, label: str, *_: Any, **__: Any) -> str:
         return f'<svg role="img" aria-label="{esc(label)}"></svg>'
 
-    patch.setattr("alcoda.report.curves.draw", blank)
-    for module in ("caches", "figures", "frontier", "positions", "prefills"):
-        patch.setattr(f"alcoda.report.{module}.draw", blank)
+    for module in DRAWS:
+        if module != but:
+            patch.setattr(f"alcoda.report.{module}.draw", blank)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_run import make_run
+from pages import draw_nothing
 from torch import Tensor, nn
 
 from alcoda.config import validate
@@ -253,7 +254,7 @@ def fake(folder: Path, *arguments: Any, **changed: Any) -> Path:
     return run
 
 
-def test_the_report_shows_them(tmp_path: Path) -> None:
+def test_the_report_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fake(tmp_path / "run", (10, 20), 9)
     read = read_run(run)
     assert len(read.inside) == 2 * 9 * 2
@@ -264,16 +265,18 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     by_loop, by_step = by_loop_figure([read], "state_norm") or "", by_step_figure([read], "state_norm") or ""
     assert "from 2 at loop 1 to 10 at loop 9" in by_loop
     assert all(f">loop {loop}</text>" in by_step for loop in (1, 2, 4, 8, 9)) and ">loop 3</text>" not in by_step
+    draw_nothing(monkeypatch)
     page = write_report([run], tmp_path / "out.html").read_text()
     assert '<a href="#loops">Loops</a>' in page and '<section id="loops"' in page
     assert page.count("<figure>") == 8 + 4 and "State size by loop" in page and "route.<share>" not in page
 
 
-def test_two_runs_are_compared_at_their_last_loop(tmp_path: Path) -> None:
+def test_two_runs_are_compared_at_their_last_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [fake(tmp_path / "a", (10, 20), 4), fake(tmp_path / "b", (10, 20), 2, 0.5, name="other", seed=1)]
     reads = [read_run(run) for run in runs]
     by_step = by_step_figure(reads, "state_norm") or ""
     assert "elastic-10m, loop 4: 5 at the end" in by_step and "other, loop 2: 2.50 at the end" in by_step
+    draw_nothing(monkeypatch)
     page = write_report([*runs, make_run(tmp_path / "none", steps=20)], tmp_path / "out.html").read_text()
     assert "Inside the loop" in page
 

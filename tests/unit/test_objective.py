@@ -217,7 +217,9 @@ def test_the_ledger_counts_what_an_objective_runs(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(SoftCapModule, "nats", nats)
     ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
-    every = itertools.product((NextToken(), PerLoop(), SelfDistill()), (OnePass(), Interleaved(subsets=4), Refined()))
+    every = itertools.product(
+        (NextToken(), PerLoop(), SelfDistill()), (OnePass(), Interleaved(subsets=2), Refined(passes=2))
+    )
     for objective, passes in every:
         fields: dict[str, Any] = {"exit_gate": "linear"} if objective.needs_exit_gate else {}
         fields |= {"memory": {"kind": "prev_token", "source": "prelude.0"}} if passes.fills_memory else {}

@@ -126,7 +126,10 @@ def test_bits_by_position(run: Path, tmp_path: Path) -> None:
     assert positions([read_run(other)]) == "" and lines([first, read_run(other)]) == both[:1]
 
 
-def test_prefills_are_shown_where_they_were_measured(run: Path, tmp_path: Path) -> None:
+def test_prefills_are_shown_where_they_were_measured(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_nothing(monkeypatch, but="prefills")
     folder = add_prefills(make_run(tmp_path / "memory", name="memory", steps=20))
     edit(folder, "eval.json", prefill={"kind": "exact"})
     _, page = report(tmp_path, folder, run)
@@ -152,7 +155,8 @@ def test_prefills_are_shown_where_they_were_measured(run: Path, tmp_path: Path) 
     report(tmp_path, folder)
 
 
-def test_caches_are_shown_where_they_were_measured(run: Path, tmp_path: Path) -> None:
+def test_caches_are_shown_where_they_were_measured(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch, but="caches")
     folder = add_caches(make_run(tmp_path / "caches", name="cached", steps=20))
     _, page = report(tmp_path, folder, run)
     words = " ".join(" ".join(page.text).split())
@@ -169,7 +173,10 @@ def test_caches_are_shown_where_they_were_measured(run: Path, tmp_path: Path) ->
     report(tmp_path, folder)
 
 
-def test_the_frontier_is_shown_where_it_was_measured(run: Path, tmp_path: Path) -> None:
+def test_the_frontier_is_shown_where_it_was_measured(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_nothing(monkeypatch, but="frontier")
     folder = add_frontier(make_run(tmp_path / "exits", name="exits", steps=20))
     _, page = report(tmp_path, folder, run)
     words = " ".join(" ".join(page.text).split())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_run import HOSTILE, make_run
+from pages import draw_nothing
 
 from alcoda.errors import RunError, UsageError
 from alcoda.report.export import collecting, write_parts
@@ -89,7 +90,8 @@ def page_of(tmp_path: Path, *runs: Path, **how: Any) -> str:
     return write_report(runs, tmp_path / "report.html", **how).read_text()
 
 
-def test_lab_is_shown_where_there_is_one(tmp_path: Path) -> None:
+def test_lab_is_shown_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch, but="lab")
     run = make_run(tmp_path / "run")
     assert 'id="lab"' not in page_of(tmp_path, run)
     page = page_of(tmp_path, add_lab(run))
@@ -98,7 +100,8 @@ def test_lab_is_shown_where_there_is_one(tmp_path: Path) -> None:
     assert page.count('class="plot"') > 10 and "mathdefault" not in page
 
 
-def test_a_text_coloured_by_depth_is_safe_and_in_words_too(tmp_path: Path) -> None:
+def test_a_text_coloured_by_depth_is_safe_and_in_words_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
     page = page_of(tmp_path, add_lab(make_run(tmp_path / "run")))
     heat = page[page.index('<figure class="heat"') :]
     heat = heat[: heat.index("</figure>")]
@@ -108,7 +111,8 @@ def test_a_text_coloured_by_depth_is_safe_and_in_words_too(tmp_path: Path) -> No
     assert re.search(r'class="legend" aria-label="Legend: loops 2 to 3"', heat)
 
 
-def test_two_labs_are_told_apart(tmp_path: Path) -> None:
+def test_two_labs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
     a, b = add_lab(make_run(tmp_path / "a")), add_lab(make_run(tmp_path / "b", name="other", seed=1))
     page = page_of(tmp_path, a, b)
     lab = page[page.index('id="lab"') :]
@@ -117,7 +121,8 @@ def test_two_labs_are_told_apart(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_a_lab_of_an_older_checkpoint_is_said(tmp_path: Path) -> None:
+def test_a_lab_of_an_older_checkpoint_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
     run = add_lab(make_run(tmp_path / "run"), train_step=7)
     (run / "eval.json").write_text(json.dumps(json.loads((run / "eval.json").read_text()) | {"train_step": 400}))
     assert "Measured at train step 7" in page_of(tmp_path, run)
@@ -130,7 +135,8 @@ def test_a_damaged_lab_is_named(tmp_path: Path, changed: dict[str, Any]) -> None
         page_of(tmp_path, run)
 
 
-def test_parts_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
+def test_parts_that_were_not_measured_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
     none: dict[str, Any] = {"elasticity": None, "contraction": [], "by_hops": [], "hops_accuracy": {}, "passages": []}
     page = page_of(tmp_path, add_lab(make_run(tmp_path / "run"), **none))
     assert "Convergence" in page and "Elasticity" not in page and 'class="heat"' not in page
@@ -138,6 +144,7 @@ def test_parts_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
 
 def test_figures_and_tables_as_files(tmp_path: Path) -> None:
     run = add_lab(make_run(tmp_path / "run"))
+    (run / "metrics.jsonl").unlink()  # its figures are like the others
     page = page_of(tmp_path, run, figures="pdf", tables=["csv", "latex"])
     parts = tmp_path / "report_parts"
     names = {path.name for path in parts.iterdir()}
