@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         train,
         write_report,
     )
+    from alcoda.serving import server
 
 __version__ = "0.1.0"
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "pack",
     "recipes",
     "retrofit",
+    "server",
     "train",
     "write_report",
 ]
@@ -83,6 +85,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import: only when something is used.
+    if name == "server":  # it needs an extra, and no torch yet
+        from alcoda import serving
+
+        return serving.server
     if name in __all__:
         from alcoda import api
 

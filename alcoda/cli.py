@@ -21,6 +21,7 @@ from alcoda import (
     lab_command,
     launch,
     retrofit_command,
+    serve_command,
 )
 from alcoda.errors import RunError, UsageError
 from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
@@ -28,7 +29,7 @@ from alcoda.show import print_json, print_recipes, print_table, say
 
 app = typer.Typer(
     name="alcoda",
-    help="Train and measure recurrent-depth language models.",
+    help="Train, measure and serve recurrent-depth language models.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -291,6 +292,7 @@ app.command()(harness_command.harness)
 app.command()(cost_command.cost)
 app.command()(cost_command.capacity)
 app.add_typer(bench_command.app, name="bench")
+app.command()(serve_command.serve)
 app.command()(lab_command.lab)
 app.command()(depth_commands.probe)
 app.command()(depth_commands.calibrate)

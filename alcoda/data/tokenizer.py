@@ -110,6 +110,12 @@ class Tokenizer:
             raise
 
     @cached_property
+    def specials(self) -> dict[str, int]:
+        """The ids of tokens that no text is encoded into, by what they are called."""
+        added = self._inner.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @cached_property
     def sha256(self) -> str:
         """Of everything that decides which ids a text gets."""
         begins = "" if self.bos == self.eot else f"{self.bos_text}\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,21 @@ class ExitTest:
     def of_rows(self, rows: Sequence[int]) -> ExitTest:
         """The test for texts that are these rows of what it was recorded on, in a pass of their own."""
         return self
+
+    def within(self, min_loops: int | None = None, max_loops: int | None = None) -> Self:
+        """The same test where no token leaves before ``min_loops`` loops, and every one after ``max_loops``; bounds of
+        the rule's own that are narrower stay. UsageError where nothing is between them."""
+        low, high = max(min_loops or 1, self.bounds.min_loops), min(max_loops or self.n_loops, self.bounds.max_loops)
+        for name, loops in (("min_loops", min_loops), ("max_loops", max_loops)):
+            if loops is not None and not 1 <= loops <= self.n_loops:
+                raise UsageError(f"{name}={loops}: this exit runs 1 to {self.n_loops} loops")
+        if low > high:
+            raise UsageError(f"min_loops={low} is above max_loops={high}: lower the one, or raise the other")
+        if (low, high) == (self.bounds.min_loops, self.bounds.max_loops):
+            return self
+        found = copy.copy(self)
+        found.bounds = self.bounds._replace(min_loops=low, max_loops=high)
+        return found
 
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from alcoda.depth.replay import replay
 from alcoda.depth.rules import NEVER
+from alcoda.depth.watch import ExitTest
 from alcoda.downstream.encode import Ask
 from alcoda.errors import RunError, UsageError
 from alcoda.model.prefill import Tell, read_rows
@@ -199,11 +200,64 @@ class Scorer:
         """Loss of each target in nats, and whether it is the likeliest token."""
         nats, right = [], []
         for y, target in zip(y_ND.split(LOGIT_TOKENS), target_N.split(LOGIT_TOKENS), strict=True):
-            logits = self.run.model.logits(y)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = _logits(self.run, y)
             nats.append(F.cross_entropy(logits, target, reduction="none"))
             right.append(logits.argmax(-1) == target)
         return torch.cat(nats).double().cpu(), torch.cat(right).cpu()
+
+
+class TokenScore(NamedTuple):
+    """Of one token of a text, given those before it.
+
+    Attributes:
+        top: the likeliest tokens there and their log-probabilities; of the same row as ``logprob``, so that the token
+            is the likeliest iff its number is the largest.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@torch.no_grad()
+def score_tokens(run: LoadedRun, ids: Sequence[int], loops: int, test: ExitTest | None, top: int) -> list[TokenScore]:
+    """Each token of ``ids`` after the first, as a `Scorer` scores a continuation: all tokens at ``loops``, or left by
+    ``test``.
+
+    Args:
+        ids: at most one more than the context holds.
+        top: how many likeliest tokens are told of.
+
+    Raises:
+        RunError: a log-probability that is not finite.
+    """
+    if len(ids) < 2:
+        return []
+    ids_1T = torch.tensor([ids[:-1]], device=run.model.embed.weight.device)
+    target_T = torch.tensor(ids[1:], device=ids_1T.device)
+    found: list[TokenScore] = []
+    with autocast(ids_1T.device, run.dtype):
+        if test is None:
+            (y_1TD,) = read_rows(run.model, ids_1T, [loops], run.reading(None, None))
+        else:
+            y_1TD = replay(run.model, ids_1T, test, live_BT=torch.ones_like(ids_1T, dtype=torch.bool)).y_BTD
+        for y_ND, target_N in zip(y_1TD[0].split(LOGIT_TOKENS), target_T.split(LOGIT_TOKENS), strict=True):
+            log_p_NV = torch.log_softmax(_logits(run, y_ND), -1)
+            of_target_N = log_p_NV.gather(1, target_N[:, None])[:, 0]
+            if not bool(of_target_N.isfinite().all()):
+                raise RunError("a log-probability is not finite: the model diverged, or does not stand that depth")
+            best = log_p_NV.topk(min(top, log_p_NV.size(-1)), -1)
+            tops = [
+                tuple(zip(i, p, strict=True)) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+            found += map(TokenScore, target_N.tolist(), of_target_N.tolist(), tops)
+    return found
+
+
+def _logits(run: LoadedRun, y_ND: Tensor) -> Tensor:
+    """In fp32 or finer."""
+    logits_NV = run.model.logits(y_ND)
+    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def _range(ask: Ask) -> range:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from time import monotonic
+from typing import Any, TypeVar
 
 import torch
 
 from alcoda.engine.engine import Engine
 from alcoda.engine.request import Completion, Request
 
+T = TypeVar("T")
 Listener = Callable[[Completion], None]
 """Is told, in the engine's thread, that a completion has new tokens or has ended."""
 
@@ -30,6 +35,9 @@ class Background:
         self.engine = engine
         self.failure: BaseException | None = None
         self._listeners: dict[Completion, Listener] = {}
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._idle_jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ticked = monotonic()
         self._change = threading.Condition()
         self._stops = False
         self._thread = threading.Thread(target=self._work, name="alcoda-engine", daemon=True)
@@ -45,6 +53,28 @@ class Background:
     def is_alive(self) -> bool:
         """Whether requests are worked on."""
         return self._thread.is_alive() and self.failure is None
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the thread last went on, while there is work; 0 where there is none."""
+        return monotonic() - self._ticked if self.engine.has_work or self._jobs else 0.0
+
+    def call(self, job: Callable[[], T], when_idle: bool = False) -> Future[T]:
+        """Do something with the model in the engine's thread, between two launches; what comes of it.
+
+        Args:
+            when_idle: only while no request waits for a place.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        future: Future[T] = Future()
+        with self._change:
+            if self._stops or not self.is_alive:
+                raise RuntimeError("the engine has stopped")
+            (self._idle_jobs if when_idle else self._jobs).append((job, future))
+            self._change.notify()
+        return future
 
     def submit(self, request: Request, listener: Listener) -> list[Completion]:
         """Ask for a request's completions, from any thread.
@@ -105,22 +135,53 @@ class Background:
         try:
             with torch.no_grad(), self.engine.runner.passes():
                 while self._wait():
-                    self._tell(self.engine.step() or [])
+                    self._do_job()
+                    if self.engine.has_work:
+                        self._tell(self.engine.step() or [])
         except BaseException as error:
             self.failure = error
             for completion in list(self._listeners):
                 completion.finish, completion.error = "error", f"the engine has stopped: {error}"
                 self._tell([completion])
             raise
+        finally:
+            with self._change:
+                left = [*self._jobs, *self._idle_jobs]
+                self._jobs.clear()
+                self._idle_jobs.clear()
+            for _, future in left:
+                future.cancel()
 
     def _wait(self) -> bool:
         """Until there is work; whether there is any more to come."""
         with self._change:
-            while not self.engine.has_work:
+            while not (self.engine.has_work or self._jobs or self._idle_jobs):
                 if self._stops:
                     return False
                 self._change.wait()
+                self._ticked = monotonic()
+            if self._stops and not self.engine.has_work:
+                return False
+        self._ticked = monotonic()
         return True
+
+    def _do_job(self) -> None:
+        """The next job, if one is due. The engine's precision is not the job's: it has its own."""
+        with self._change:
+            is_free = not self.engine.has_waiting
+            jobs = self._jobs or (self._idle_jobs if is_free else None)
+            if not jobs:
+                return
+            job, future = jobs.popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with torch.autocast(self.engine.runner.device.type, enabled=False):
+                found = job()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
 
     def _tell(self, changed: list[Completion]) -> None:
         for completion in changed:

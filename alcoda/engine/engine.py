@@ -7,9 +7,9 @@ not, a completion ends, a request failed and the others go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -138,12 +138,8 @@ class Engine:
     def check(self, request: Request) -> int:
         """Loops of a request's tokens, at most; or UsageError, as `submit`."""
         config, prompt = self.model.config, request.prompt
-        if not prompt:
-            raise UsageError("the prompt has no tokens: give some text")
+        self.check_prompt(prompt)
         n_vocab = config.vocab_size if self.n_vocab is None else self.n_vocab
-        wrong = [token for token in prompt if not 0 <= token < n_vocab]
-        if wrong:
-            raise UsageError(f"the prompt has the token {wrong[0]}: this model has the ids 0 to {n_vocab - 1}")
         if request.max_tokens < 1:
             raise UsageError(f"max_tokens={request.max_tokens}: at least 1")
         if request.n < 1:
@@ -170,6 +166,15 @@ class Engine:
             )
         request.sampling.check(n_vocab)
         return self._check_loops(request)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """UsageError where ``prompt`` has no tokens, or one that there is not."""
+        if not prompt:
+            raise UsageError("the prompt has no tokens: give some text")
+        n_vocab = self.model.config.vocab_size if self.n_vocab is None else self.n_vocab
+        wrong = [token for token in prompt if not 0 <= token < n_vocab]
+        if wrong:
+            raise UsageError(f"the prompt has the token {wrong[0]}: this model has the ids 0 to {n_vocab - 1}")
 
     def _check_loops(self, request: Request) -> int:
         test = request.test
@@ -204,6 +209,7 @@ class Engine:
         free = self.places - len(self.running)
         for completion in self.scheduler.admit(lambda one: self.runner.arena.reserve(one.n_tokens), free):
             self.running.add(completion)
+            completion.began_s = monotonic()
             self._try([completion], lambda completion=completion: self.runner.open(completion))
         launch = self.scheduler.next()
         if launch is None:
@@ -235,6 +241,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._arrived or self._cancelled) or not self.scheduler.is_idle
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a completion waits for a place."""
+        return bool(self._arrived or self.scheduler.waiting)
 
     def check_idle(self) -> None:
         """AssertionError where something is still held once all is done."""
@@ -362,6 +373,7 @@ class Engine:
         request = completion.request
         self.stats.loops[loops] += 1
         if drawn.token in request.stop_ids:
+            completion.last = Token(drawn.token, loops, drawn.logprob, drawn.top, steps)
             self._end(completion, "stop")
             return None
         completion.tokens.append(Token(drawn.token, loops, drawn.logprob, drawn.top, steps))

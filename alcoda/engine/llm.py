@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,10 @@ from alcoda.training.load import LoadedRun, load_run
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
 
 
+MOST_TESTS = 256
+"""Exit tests that are kept to be shared: a server's clients may ask for any number of thresholds."""
+
+
 class PromptError(UsageError):
     """A prompt that does not fit: of many, the others may."""
 
@@ -55,6 +60,7 @@ class LM:
         self.stats: dict[str, Any] | None = None
         """What the engine did at the last `generate`: tokens/s, mean loops, launches, drafts."""
         self._tests: dict[Any, ExitTest] = {}
+        self._lock = threading.Lock()
 
     @property
     def n_loops(self) -> int:
@@ -222,15 +228,27 @@ class LM:
         """
         options = Options() if options is None else options
         options = replace(options, cache=requests[0].cache or options.cache)
-        how: Any = {"dtype": self.loaded.decode_dtype, "n_vocab": self.tokenizer.vocab_size}
         if refuses(self.model):
-            return Alone(self.model, options, **how)
+            return Alone(self.model, options, **self._precision)
         if options.cache_tokens is None:
             needs = [len(request.prompt) + request.max_tokens for request in requests for _ in range(request.n)]
             places = sum(sorted(needs, reverse=True)[: options.places or options.width])
             options = replace(options, cache_tokens=max(min(places, CACHE_TOKENS), *needs))
         loops = [request.loops or (request.test.n_loops if request.test else self.n_loops) for request in requests]
-        return Engine(self.model, options, n_loops=max(loops), **how)
+        return self.new_engine(options, max(loops))
+
+    def new_engine(self, options: Options = Options(), loops: int | None = None) -> Engine:
+        """An engine of this model as the options say, whose requests run ``loops`` loops at most; the model's own where
+        None.
+
+        Raises:
+            UsageError: a model that the engine cannot serve.
+        """
+        return Engine(self.model, options, n_loops=loops, **self._precision)
+
+    @property
+    def _precision(self) -> dict[str, Any]:
+        return {"dtype": self.loaded.decode_dtype, "n_vocab": self.tokenizer.vocab_size}
 
     def stream(self, prompt: str, *, engine: Options | None = None, **how: Any) -> Pieces:
         """The text that follows ``prompt``, piece by piece as it comes, each piece whole characters; arguments as
@@ -255,7 +273,7 @@ class LM:
 
     def request(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         *,
         loops: int | None = None,
         max_tokens: int = 128,
@@ -275,13 +293,15 @@ class LM:
         prefill: Prefill | str | None = None,
         exit: ExitRule | ExitTest | str | None = None,
         threshold: float | Sequence[float] | None = None,
+        min_loops: int | None = None,
+        max_loops: int | None = None,
         trace: bool = False,
         cache: CachePolicy | str | None = None,
     ) -> Request:
         """A request of the engine.
 
         Args:
-            prompt: text; an empty one begins a document.
+            prompt: text, an empty one begins a document; or token ids, to which none is added.
             loops: loops of the core for every token (with ``exit``, at most); the model's ``n_loops`` where None.
             max_tokens: how many tokens at most; the context's end comes first where it is nearer.
             temperature: 0 takes the likeliest token each time.
@@ -302,6 +322,8 @@ class LM:
             exit: when a token leaves the loop early: a rule, ``"state"``, ``"state:0.01"`` (docs/design/axes/exit.md),
                 or a tier that ``alcoda calibrate`` chose: ``"balanced"``.
             threshold: of a rule that is named; one for each loop, or one for all.
+            min_loops: with ``exit``, no token leaves before.
+            max_loops: with ``exit``, every token leaves then, where it has not.
             trace: whether to keep what each token goes through from loop to loop (state change, KL, top tokens).
             cache: what a token leaves in the cache: per_loop (where None), mean or last, which read prompts exactly.
 
@@ -313,8 +335,8 @@ class LM:
             raise UsageError(
                 f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
             )
-        if isinstance(prompt, bytes) or not isinstance(prompt, str):
-            raise UsageError(f"prompt {prompt!r}: text")
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise UsageError(f"prompt {prompt!r}: text, or token ids")
         self.model.config.check_decodes()
         sampling = validate(
             Sampling,
@@ -333,10 +355,11 @@ class LM:
         )
         sampling.check(self.tokenizer.vocab_size)
         texts = Texts(self.tokenizer, check_stop(stop))
-        test = self._test(exit, loops, threshold)
+        if exit is None and (min_loops is not None or max_loops is not None):
+            raise UsageError("min_loops and max_loops are bounds of an exit: name one, or give loops alone")
+        test = self._test(exit, loops, threshold, min_loops, max_loops)
         loops = self._loops(test.n_loops if loops is None and test is not None else loops)
-        # Training documents begin with a token of their own: it is what the first token is predicted from.
-        ids = (self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist())
+        ids = self.prompt_ids(prompt)
         seq_len = self.model.config.seq_len
         if len(ids) >= seq_len:
             raise PromptError(
@@ -362,20 +385,38 @@ class LM:
             cache=keeps,
         )
 
+    def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """What the model reads of a prompt. Training documents begin with a token of their own, which the first token
+        of a text is predicted from; ids are taken as they are."""
+        if isinstance(prompt, str):
+            return (self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist())
+        return tuple(prompt)
+
     def _test(
-        self, exit: ExitRule | ExitTest | str | None, loops: int | None, threshold: float | Sequence[float] | None
+        self,
+        exit: ExitRule | ExitTest | str | None,
+        loops: int | None,
+        threshold: float | Sequence[float] | None,
+        min_loops: int | None,
+        max_loops: int | None,
     ) -> ExitTest | None:
         """The same test for the same rule: tokens of requests that share one are looked at together."""
-        if exit is None or isinstance(exit, ExitTest):
-            return exit
+        if exit is None:
+            return None
         if not isinstance(exit, str):
-            return at_work(exit, self.model, loops)
+            return at_work(exit, self.model, loops).within(min_loops, max_loops)
         tiers = self.loaded.run.exits_json
         stamp = tiers.stat().st_mtime_ns if tiers.is_file() else None
-        key = (exit, loops, tuple(threshold) if isinstance(threshold, Sequence) else threshold, stamp)
-        if key not in self._tests:
-            self._tests[key] = self.loaded.exit(exit, loops, threshold).test
-        return self._tests[key]
+        exact = tuple(threshold) if isinstance(threshold, Sequence) else threshold
+        key = (exit, loops, exact, min_loops, max_loops, stamp)
+        with self._lock:
+            found = self._tests.pop(key, None)
+            if found is None:
+                found = self.loaded.exit(exit, loops, threshold).test.within(min_loops, max_loops)
+            self._tests[key] = found  # the newest stands last
+            if len(self._tests) > MOST_TESTS:
+                self._tests.pop(next(iter(self._tests)))
+        return found
 
     def _loops(self, loops: int | None) -> int:
         return self.model.config.check_loops(self.n_loops if loops is None else loops)

@@ -95,18 +95,22 @@ class Completion:
         stream: which of its n.
         n_loops: of a token, at most.
         tokens: drawn so far; the one that ended it is not among them where it is a ``stop_ids``.
+        last: the one of ``stop_ids`` that ended it, if one did.
         finish: why it ended; None: it has not.
         error: what was wrong, where it failed.
         prompt_loops: of each token of the prompt.
+        began_s: when it was given a place (`time.monotonic`); None: it waits.
     """
 
     request: Request
     stream: int
     n_loops: int
     tokens: list[Token] = field(default_factory=list)
+    last: Token | None = None
     finish: Finish | None = None
     error: str | None = None
     prompt_loops: list[int] = field(default_factory=list)
+    began_s: float | None = None
     # While it runs:
     span: Span | None = None
     coda_per_loop: bool = False

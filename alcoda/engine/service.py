@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from alcoda.engine.background import Background
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Options
 from alcoda.engine.generated import Generated, Texts
 from alcoda.engine.request import Request
 from alcoda.errors import RunError, UsageError
@@ -31,9 +31,8 @@ class Service:
     """
 
     def __init__(self, lm: LM, options: Options = Options(), loops: int | None = None) -> None:
-        how: dict[str, Any] = {"dtype": lm.loaded.decode_dtype, "n_vocab": lm.tokenizer.vocab_size}
         self.lm = lm
-        self.background = Background(Engine(lm.model, options, n_loops=loops, **how))
+        self.background = Background(lm.new_engine(options, loops))
 
     def __enter__(self) -> Service:
         self.background.__enter__()

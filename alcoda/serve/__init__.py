@@ -1,1 +1,2 @@
-"""An OpenAI-compatible server of a model whose depth is a dial, and what measures one."""
+"""An OpenAI-compatible server of one model, with depth as a dial (docs/serving.md). Nothing here imports torch at once:
+the port opens while the model is loaded."""

@@ -1,0 +1,139 @@
+"""From a request to its answer: whole, or in events as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from time import monotonic
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from alcoda.serve.answer import Answer
+from alcoda.serve.call import Call
+from alcoda.serve.errors import ApiError, to_json
+from alcoda.serve.plan import make_plan, n_choices
+from alcoda.serve.protocol import ChatBody, CompletionBody, read
+from alcoda.serve.worker import Worker
+
+LOG = logging.getLogger("alcoda.serve")
+LARGE = 1 << 16
+"""Bytes of a body, above which it is read beside the event loop."""
+GONE = ApiError(503, "the client has left, or the server ends", code="cancelled")
+
+
+async def answer(worker: Worker, request: Request, form: type[CompletionBody] | type[ChatBody]) -> Response:
+    """The answer to a request for completions.
+
+    Raises:
+        ApiError: it is not answered.
+    """
+    began_s = monotonic()
+    worker.check_ready()
+    worker.request_begins()
+    call: Call | None = None
+    watch: asyncio.Task[None] | None = None
+    is_streaming = False
+    try:
+        raw = await request.body()
+        body = read(form, raw) if len(raw) < LARGE else await worker.read(lambda: read(form, raw))
+        depth = worker.catalogue.choose(body, request.state.tier, worker.n_waiting)
+        n = n_choices(body, worker)
+        worker.enter(n)
+        try:
+            plan = await worker.read(lambda: make_plan(body, worker, depth))
+        except BaseException:
+            worker.leave(n)
+            raise
+        call = Call(worker, plan, began_s)
+        call.start()
+        if plan.stream:
+            # The first event decides the status: what fails before it is an answer of its own.
+            events = _events(call)
+            watch = asyncio.create_task(_watch(call, request.receive))
+            first = await anext(events)
+            is_streaming = True
+            return Events(call, first, events, watch)
+        watch = asyncio.create_task(_watch(call, request.receive))
+        await call.score()
+        async for _ in call.changes():
+            pass
+        return Response(Answer(call).whole(), media_type="application/json")
+    finally:
+        if not is_streaming:
+            if watch is not None:
+                watch.cancel()
+            if call is not None:
+                call.close()
+                worker.metrics.whole_s.observe(monotonic() - began_s)
+            worker.request_ends()
+
+
+async def _watch(call: Call, receive: Receive) -> None:
+    """Cancel the call where its client leaves, or the server ends for good."""
+    left = asyncio.create_task(_left(receive))
+    ends = asyncio.create_task(call.worker.gone())
+    try:
+        await asyncio.wait({left, ends}, return_when=asyncio.FIRST_COMPLETED)
+        call.cancel(GONE)
+    finally:
+        left.cancel()
+        ends.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(call: Call) -> AsyncIterator[bytes]:
+    await call.score()
+    made: Answer | None = None
+    async for changed in call.changes():
+        if made is None:
+            made = Answer(call)
+            if call.plan.is_chat:
+                yield made.first()
+        if found := b"".join(made.chunk(choice) for choice in changed):
+            yield found
+    if made is None:
+        made = Answer(call)
+        yield b"".join(made.chunk(choice) for choice in call.choices)
+    yield made.last()
+
+
+class Events(Response):
+    """Server-sent events, as they come."""
+
+    def __init__(self, call: Call, first: bytes, events: AsyncIterator[bytes], watch: asyncio.Task[None]) -> None:
+        super().__init__(
+            None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, "text/event-stream; charset=utf-8"
+        )
+        del self.headers["content-length"]
+        self.call, self.first, self.events, self.watch = call, first, events, watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        worker = self.call.worker
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            try:
+                async for event in self.events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    LOG.exception("a stream failed")
+                    error = ApiError(500, f"{type(error).__name__} in the server; its log says more", code="internal")
+                event = b"data: " + to_json(error.body()) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self.watch.cancel()
+            self.call.close()
+            worker.metrics.whole_s.observe(monotonic() - self.call.began_s)
+            worker.request_ends()
+            with contextlib.suppress(Exception):
+                await self.events.aclose()  # pyrefly: ignore

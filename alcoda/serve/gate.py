@@ -1,0 +1,147 @@
+"""What every request passes before the app: it is counted, its key is looked at, its body is bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from alcoda.serve.errors import ApiError
+from alcoda.serve.metrics import Metrics
+
+OPEN = ("/health", "/ready", "/")
+"""Paths that need no key."""
+ENDPOINTS = (
+    *OPEN,
+    "/metrics",
+    "/version",
+    "/tokenize",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+)
+
+
+class Gate:
+    """The outermost layer.
+
+    Args:
+        keys: that are let in, with the tier of each; none: everybody is.
+        open_metrics: whether /metrics needs none.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Mapping[str, str | None],
+        open_metrics: bool,
+        max_body_bytes: int,
+        metrics: Metrics,
+    ) -> None:
+        self.app, self.max_body_bytes, self.metrics = app, max_body_bytes, metrics
+        self.keys = [(_digest(key), tier) for key, tier in keys.items()]
+        self.open = {*OPEN, *(["/metrics"] if open_metrics else [])}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            scope.setdefault("state", {})["tier"] = self._tier(scope)
+            receive = await self._bounded(scope, receive)
+            await self.app(scope, receive, counted)
+        except ApiError as error:
+            await error.response()(scope, receive, counted)
+        finally:
+            self.metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
+
+    def _tier(self, scope: Scope) -> str | None:
+        """The default tier of a request's key; ApiError (401) where it has none that is known."""
+        path = scope["path"]
+        is_open = path in self.open or (path.startswith("/page/") and not path.endswith(".json"))
+        if not self.keys or is_open:
+            return None
+        sent = _digest(_key(scope))
+        found: list[str | None] = []
+        # All are compared, each in the time that any takes: how long it took says nothing.
+        for known, tier in self.keys:
+            if hmac.compare_digest(known, sent):
+                found.append(tier)
+        if not found:
+            raise ApiError(
+                401,
+                "an API key of this server is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found[0]
+
+    async def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """The whole body, read before the app runs; ApiError (413) where it is too long."""
+        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            return receive
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
+            raise self._too_large()
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                break
+        body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+        async def again() -> Message:
+            nonlocal body
+            if body is None:
+                return await receive()
+            told, body = body, None
+            return told
+
+        return again
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than {self.max_body_bytes} bytes",
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever the key's is."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _key(scope: Scope) -> str:
+    headers: dict[bytes, Any] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _endpoint(path: str) -> str:
+    """For a label: one of few."""
+    if path in ENDPOINTS:
+        return path
+    if path.startswith("/page/"):
+        return "/page"
+    return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"

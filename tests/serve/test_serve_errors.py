@@ -1,0 +1,203 @@
+"""Whatever is asked wrongly: one form of answer, the field, and the way out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import NAME, WAIT_S, ask
+
+from alcoda.serve.server import Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The envelope, whole."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    (name,) = answer.json()
+    assert name == "error"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt", 3, "a string, a list of strings"),
+        ("prompt", [], "none of them empty"),
+        ("prompt", [[]], "none of them empty"),
+        ("prompt", ["a", 1], "a string, a list of strings"),
+        ("prompt", [True], "a string, a list of strings"),
+        ("prompt", [-1], "a string, a list of strings"),
+        ("prompt", [99999], "the token 99999"),
+        ("prompt", "\ud800", "surrogate"),
+        ("max_tokens", -1, "greater than or equal to 0"),
+        ("max_tokens", 0, "without echo"),
+        ("max_tokens", "5", "valid integer"),
+        ("max_tokens", 2.5, "valid integer"),
+        ("max_tokens", True, "valid integer"),
+        ("max_tokens", 10**30, "context"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("temperature", "hot", "valid number"),
+        ("top_p", 0, "greater than 0"),
+        ("top_k", 0, "greater than or equal to 1"),
+        ("min_p", 1, "less than 1"),
+        ("n", 0, "greater than or equal to 1"),
+        ("n", 17, "at most"),
+        ("stop", "", "not empty"),
+        ("stop", list("abcde"), "at most 4"),
+        ("stop", [""], "not empty"),
+        ("seed", 1 << 70, "less than or equal to"),
+        ("stream", "yes", "valid boolean"),
+        ("logprobs", 21, "less than or equal to 20"),
+        ("presence_penalty", 3, "less than or equal to 2"),
+        ("logit_bias", {"x": 1}, "match pattern"),
+        ("logit_bias", {"5": 101}, "less than or equal to 100"),
+        ("logit_bias", {"99999": 1}, "no token 99999"),
+        ("loops", 0, "a whole number from 1"),
+        ("loops", {"least": 1}, "a whole number from 1"),
+        ("loops", {"min": 3, "max": 2}, "swap them"),
+        ("loops", {"min": 9}, "4 loops run here at most"),
+        ("loops", 9, "runs 4 at most"),
+        ("exit", "fats", "did you mean 'fast'"),
+        ("exit", {"rule": "trace", "threshold": 1}, "unknown rule 'trace'"),
+        ("exit", {"rule": "gate", "threshold": 0.5}, "no exit gate"),
+        ("exit", {"rule": "state", "threshold": [0.1]}, "1 numbers and 4 loops"),
+        ("exit", {"rule": "argmax_stable", "threshold": 1.5}, "whole number of loops"),
+        ("exit", 5, "the name of a tier"),
+        ("timeout", 0, "greater than 0"),
+        ("best_of", 3, "at most n=1"),
+        ("suffix", "end", "does not support"),
+        ("tools", [{"type": "function"}], "does not support"),
+    ],
+)
+def test_a_field_that_cannot_be(server: Server, field: str, value: object, message: str) -> None:
+    body = json.dumps({"prompt": "What", field: value})
+    error = refused(httpx.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 400)
+    assert message in error["message"], error
+    assert error["param"] is None or error["param"].split(".")[0] == field, error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("messages", [], "at least 1 item"),
+        ("messages", [{"role": "owner", "content": "a"}], "messages.0.role"),
+        ("messages", [{"content": "a"}], "messages.0.role: it is needed"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
+        ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tools are not supported"),
+        ("messages", [{"role": "user", "content": "x" * 200}], "context holds 96"),
+        ("top_logprobs", 2, "set logprobs to true"),
+        ("response_format", {"type": "json_object"}, "does not support"),
+        ("functions", [{}], "does not support"),
+        ("tool_choice", "required", "does not support"),
+        ("audio", {"voice": "x"}, "does not support"),
+        ("modalities", ["text", "audio"], "does not support"),
+    ],
+)
+def test_a_field_of_a_chat_that_cannot_be(server: Server, field: str, value: object, message: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], field: value}
+    error = refused(httpx.post(server.url + CHAT, json=body, timeout=WAIT_S), 400)
+    assert message in error["message"], error
+    assert str(error["param"]).split(".")[0] == field, error
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_no_json(server: Server, path: str, body: bytes) -> None:
+    assert refused(httpx.post(server.url + path, content=body, timeout=WAIT_S), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "not_found"),
+        ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
+        ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("PUT", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/page/../../pyproject.toml", 404, "not_found"),
+        ("GET", "/page/%2e%2e/__init__.py", 404, "not_found"),
+        ("OPTIONS", COMPLETIONS, 405, "method_not_allowed"),
+    ],
+)
+def test_paths_and_methods(server: Server, method: str, path: str, status: int, code: str) -> None:
+    assert refused(httpx.request(method, server.url + path), status)["code"] == code
+
+
+def test_a_model_that_there_is_not(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as found:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert found.value.code == "model_not_found" and found.value.param == "model"
+
+
+def test_more_than_the_context(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as found:
+        client.completions.create(model=NAME, prompt="What", max_tokens=92)
+    assert found.value.code == "context_length_exceeded"
+    assert ask(server, max_tokens=91, ignore_eos=True)["usage"]["total_tokens"] == 96, "what fits is taken"
+
+
+def test_more_than_the_body_may_have(server: Server) -> None:
+    most = server.settings.max_body_bytes
+    body = b'{"prompt": "' + b"a" * most + b'"}'
+    assert (
+        refused(httpx.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 413)["code"] == "request_too_large"
+    )
+
+    def parts() -> Any:
+        for at in range(0, len(body), 1 << 16):
+            yield body[at : at + (1 << 16)]
+
+    try:
+        answer = httpx.post(server.url + COMPLETIONS, content=parts(), timeout=WAIT_S)
+    except httpx.WriteError:
+        return  # it was told while it still sent
+    refused(answer, 413)
+
+
+def test_what_does_no_harm_is_ignored(server: Server) -> None:
+    harmless = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "unheard_of": 1}
+    asks_nothing = {
+        "tools": None,
+        "suffix": None,
+        "response_format": {"type": "text"},
+        "best_of": 1,
+        "tool_choice": "none",
+    }
+    plain = ask(server)["choices"]
+    assert ask(server, **harmless, **asks_nothing)["choices"] == plain
+    assert ask(server, max_tokens=8.0)["choices"] == plain, "8.0 is a whole number in JSON"
+
+
+def test_a_failure_of_the_server_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr("alcoda.serve.answers.make_plan", broken)
+    error = refused(httpx.post(server.url + COMPLETIONS, json={"prompt": "a"}), 500)
+    assert error["code"] == "internal" and "ZeroDivisionError" in error["message"]
+    monkeypatch.undo()
+    ask(server)
+
+
+def test_the_schema_names_every_status(server: Server) -> None:
+    schema = httpx.get(server.url + "/openapi.json").json()
+    assert set(schema["paths"]["/v1/completions"]["post"]["responses"]) == {
+        "200", "400", "401", "404", "408", "413", "429", "500", "503"
+    }  # fmt: skip
+    text = json.dumps(schema)
+    names = {name.split('"')[0] for name in text.split("#/components/schemas/")[1:]}
+    assert names <= set(schema["components"]["schemas"])
+    assert "422" not in text
