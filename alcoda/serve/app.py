@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from alcoda.errors import UsageError
 from alcoda.serve import page
 from alcoda.serve.answers import answer
 from alcoda.serve.errors import ApiError, json_response
@@ -96,12 +97,14 @@ def _plain(headers: Mapping[str, str] | None) -> dict[str, str] | None:
 
 
 def _health(app: FastAPI, worker: Worker) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="Whether the process works, or may come to: where not, it is to be started anew.")
     async def health() -> Response:
         if not worker.is_alive:
             raise ApiError(503, "the engine has stopped", code="stopped")
         return json_response({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="Whether requests are taken now.")
     async def ready() -> Response:
         worker.check_ready()
@@ -146,17 +149,15 @@ def _routes(app: FastAPI, worker: Worker) -> None:
         worker.check_ready()
         body = read(TokenizeBody, await request.body())
         worker.catalogue.tier_of(body.model)
-        tokenizer = worker.lm.tokenizer
+        lm, tokenizer = worker.lm, worker.lm.tokenizer
 
-        def encode() -> list[int]:
-            begin = [tokenizer.bos] if body.add_special_tokens else []
-            return [*begin, *tokenizer.encode(body.prompt).tolist()]
+        def encode() -> Response:
+            ids = [*([tokenizer.bos] if body.add_special_tokens else []), *tokenizer.encode(body.prompt).tolist()]
+            texts = [tokenizer.decode_bytes([i]).decode(errors="replace") for i in ids]
+            told = {"tokens": ids, "texts": texts, "count": len(ids), "max_model_len": lm.model.config.seq_len}
+            return json_response(told)
 
         try:
-            ids = await worker.read(encode)
-        except ValueError as error:
+            return await worker.read(encode)
+        except UsageError as error:
             raise ApiError(400, str(error), param="prompt") from None
-        texts = [tokenizer.decode_bytes([i]).decode(errors="replace") for i in ids]
-        return json_response(
-            {"tokens": ids, "texts": texts, "count": len(ids), "max_model_len": worker.lm.model.config.seq_len}
-        )

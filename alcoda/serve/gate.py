@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -12,6 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alcoda.serve.errors import ApiError
 from alcoda.serve.metrics import Metrics
 
+BODY_S = 30.0
+"""In which a body is to come."""
+LINGER = 8
+"""Times the largest body are read and thrown away before one that is larger is refused: who still writes when the
+connection closes never reads why."""
 OPEN = ("/health", "/ready", "/")
 """Paths that need no key."""
 ENDPOINTS = (
@@ -93,20 +99,30 @@ class Gate:
         """The whole body, read before the app runs; ApiError (413) where it is too long."""
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
+        parts: list[bytes] = []
+        size, most = 0, self.max_body_bytes
         length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
+        said = int(length[:20]) if length.isdigit() else 0
+        if said > LINGER * most:
             raise self._too_large()
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                break
+        try:
+            async with asyncio.timeout(BODY_S):
+                while size <= LINGER * most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        break
+                    size += len(message.get("body", b""))
+                    if size <= most:
+                        parts.append(message.get("body", b""))
+                    else:
+                        parts.clear()
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            why = f"the body did not come within {BODY_S:g} s"
+            raise ApiError(408, why, code="body_timeout", headers={"Connection": "close"}) from None
+        if size > most:
+            raise self._too_large()
         body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
         async def again() -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from alcoda.serve.protocol import ChatBody, Common, CompletionBody
 from alcoda.serve.tiers import Depth
 
 if TYPE_CHECKING:
+    from alcoda.engine.llm import LM
     from alcoda.engine.request import Request
     from alcoda.serve.worker import Worker
 
@@ -86,18 +88,15 @@ def make_plan(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> 
     except UsageError as error:
         from alcoda.engine.llm import PromptError
 
-        too_long = isinstance(error, PromptError)
-        raise ApiError(
-            400,
-            str(error),
-            param=("messages" if isinstance(body, ChatBody) else "prompt") if too_long else None,
-            code="context_length_exceeded" if too_long else "invalid_value",
-        ) from None
+        code = "context_length_exceeded" if isinstance(error, PromptError) else None
+        raise ApiError(400, str(error), param=_param(str(error), body), code=code) from None
 
 
 def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan:
     lm = worker.lm
     if isinstance(body, ChatBody):
+        for message in body.messages:
+            _check_size(message.text(), lm, "messages")
         prompts: list[tuple[int, ...]] = [worker.chat.prompt(body.messages)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
@@ -105,7 +104,11 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         echo, stops = False, worker.chat.stops
     else:
-        prompts = [lm.prompt_ids(one) for one in _prompts(body.prompt)]
+        given = _prompts(body.prompt)
+        for one in given:
+            if isinstance(one, str):
+                _check_size(one, lm, "prompt")
+        prompts = [lm.prompt_ids(one) for one in given]
         logprobs, stops = body.logprobs, ()
         asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         echo = bool(body.echo)
@@ -140,6 +143,23 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         bool(body.return_trajectory),
         _least(body.timeout, worker.settings.deadline_s),
     )
+
+
+def _param(message: str, body: Common) -> str:
+    """The field that a message of the engine is about: it begins with the name, or is about the prompt."""
+    found = re.match(r"[a-z_]+", message)
+    name = found[0] if found else ""
+    return name if name in type(body).model_fields else "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _check_size(text: str, lm: LM, name: str) -> None:
+    """ApiError where a text cannot fit, whatever its tokens are: it need not be encoded to know that."""
+    tokenizer, seq_len = lm.tokenizer, lm.model.config.seq_len
+    # A tokenizer that changes texts may shorten them.
+    most = seq_len * int(tokenizer.token_bytes_V.max()) * (1 if tokenizer.exact else 4)
+    if len(text) > most:
+        why = f"{name}: a text of {len(text)} characters, and this model's context holds {seq_len} tokens: shorten it"
+        raise ApiError(400, why, param=name, code="context_length_exceeded")
 
 
 def _how(body: Common, stops: Sequence[str], logprobs: int | None) -> dict[str, Any]:

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from alcoda.serve.errors import ApiError
 
 MAX_SEED = (1 << 63) - 1
+MANY = 4096
+"""Of messages, parts, biases."""
+MAX_TEXT = 1 << 16
+"""Characters of a text that is only to be tokenised."""
 
 
 def _whole(value: Any) -> Any:
@@ -43,7 +50,6 @@ def _or(allowed: str) -> WrapValidator:
 
 
 Int = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
-Ids = Annotated[list[Annotated[Int, Field(ge=0)]], Field(min_length=1)]
 Bool = Annotated[bool, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Str = Annotated[str, Field(strict=True)]
@@ -68,19 +74,21 @@ class LoopBounds(Body):
     max: Annotated[Int, Field(ge=1)] | None = None
 
 
+Threshold = Annotated[Float, Field(ge=0)]
+
+
 class ExitChoice(Body):
     """An exit rule, docs/design/axes/exit.md."""
 
     model_config = ConfigDict(extra="forbid")
     rule: Str
-    threshold: Annotated[Float, Field(ge=0)] | list[Annotated[Float, Field(ge=0)]] | None = None
+    threshold: Threshold | Annotated[list[Threshold], Field(max_length=1000)] | None = None
 
 
+Some = Annotated[Str, Field(min_length=1, max_length=1000)]
 Stop = Annotated[
-    Annotated[Str, Field(min_length=1)]
-    | Annotated[list[Annotated[Str, Field(min_length=1)]], Field(max_length=4)]
-    | None,
-    _or("a string that is not empty, or a list of at most 4"),
+    Some | Annotated[list[Some], Field(max_length=4)] | None,
+    _or("a string of 1 to 1,000 characters, or a list of at most 4"),
 ]
 Bias = Annotated[Float, Field(ge=-100, le=100)]
 
@@ -107,7 +115,9 @@ class Common(Body):
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Bias] | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Bias], Field(max_length=MANY)] | None
+    ) = None
     user: Str | None = None
     """Ignored."""
     ignore_eos: Bool | None = None
@@ -128,13 +138,37 @@ class Common(Body):
     """An extension: seconds, after which the request is given up."""
 
 
+def _is_ids(value: Any) -> bool:
+    # A million of them are looked at in the time of one field of a model.
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
+    several = isinstance(value, list) and bool(value)
+    is_texts = several and all(isinstance(one, str) for one in value)
+    if isinstance(value, str) or is_texts or _is_ids(value) or (several and all(map(_is_ids, value))):
+        return value
+    raise PydanticCustomError(
+        "form", "a string, a list of strings, a list of token ids, or a list of such lists; none of them an empty list"
+    )
+
+
+_SOME_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        _SOME_IDS,
+        {"type": "array", "minItems": 1, "items": _SOME_IDS},
+    ]
+}
+Prompt = Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
 class CompletionBody(Common):
     """Of /v1/completions."""
 
-    prompt: Annotated[
-        Str | Ids | Annotated[list[Str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
-        _or("a string, a list of strings, a list of token ids, or a list of such lists; none of them empty lists"),
-    ]
+    prompt: Prompt
     logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     echo: Bool | None = None
     """Whether the prompt comes back before what follows it; with logprobs, scored."""
@@ -149,8 +183,18 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Str | list[TextPart] | None, _or('a string, or a list of {"type": "text", "text": ...}')] = None
+    content: Annotated[
+        Str | Annotated[list[TextPart], Field(min_length=1, max_length=MANY)] | None,
+        _or('a string, or a list of {"type": "text", "text": ...}'),
+    ] = None
+    """Only the assistant's may be null."""
     name: Str | None = None
+
+    @model_validator(mode="after")
+    def _says(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("missing", "content is needed")
+        return self
 
     def text(self) -> str:
         """All of it."""
@@ -162,7 +206,7 @@ class Message(Body):
 class ChatBody(Common):
     """Of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MANY)]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     """Goes before max_tokens; where both are null, all that the context holds."""
     logprobs: Bool | None = None
@@ -173,7 +217,7 @@ class TokenizeBody(Body):
     """Of /tokenize."""
 
     model: Str | None = None
-    prompt: Str
+    prompt: Annotated[Str, Field(max_length=MAX_TEXT)]
     add_special_tokens: Bool = True
     """Whether the token that begins a document comes first."""
 

@@ -36,7 +36,7 @@ OF_PATH: dict[str, tuple[int, ...]] = {
     "/v1/models/{model}": (401, 404, 503),
     "/v1/completions": (400, 401, 404, 408, 413, 429, 500, 503),
     "/v1/chat/completions": (400, 401, 404, 408, 413, 429, 500, 503),
-    "/tokenize": (400, 401, 404, 413, 503),
+    "/tokenize": (400, 401, 404, 408, 413, 503),
 }
 ERROR = {
     "type": "object",

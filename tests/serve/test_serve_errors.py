@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -31,8 +32,8 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
     ("field", "value", "message"),
     [
         ("prompt", 3, "a string, a list of strings"),
-        ("prompt", [], "none of them empty"),
-        ("prompt", [[]], "none of them empty"),
+        ("prompt", [], "none of them an empty"),
+        ("prompt", [[]], "none of them an empty"),
         ("prompt", ["a", 1], "a string, a list of strings"),
         ("prompt", [True], "a string, a list of strings"),
         ("prompt", [-1], "a string, a list of strings"),
@@ -51,9 +52,10 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("min_p", 1, "less than 1"),
         ("n", 0, "greater than or equal to 1"),
         ("n", 17, "at most"),
-        ("stop", "", "not empty"),
+        ("stop", "", "1 to 1,000 characters"),
+        ("stop", "x" * 1001, "1 to 1,000 characters"),
         ("stop", list("abcde"), "at most 4"),
-        ("stop", [""], "not empty"),
+        ("stop", [""], "1 to 1,000 characters"),
         ("seed", 1 << 70, "less than or equal to"),
         ("stream", "yes", "valid boolean"),
         ("logprobs", 21, "less than or equal to 20"),
@@ -82,7 +84,7 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object, messa
     body = json.dumps({"prompt": "What", field: value})
     error = refused(httpx.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 400)
     assert message in error["message"], error
-    assert error["param"] is None or error["param"].split(".")[0] == field, error
+    assert error["code"] and error["param"].split(".")[0] == field, error
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,8 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object, messa
     [
         ("messages", [], "at least 1 item"),
         ("messages", [{"role": "owner", "content": "a"}], "messages.0.role"),
+        ("messages", [{"role": "user"}], "messages.0: it is needed"),
+        ("messages", [{"role": "user", "content": []}], "messages.0"),
         ("messages", [{"content": "a"}], "messages.0.role: it is needed"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
         ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tools are not supported"),
@@ -201,3 +205,25 @@ def test_the_schema_names_every_status(server: Server) -> None:
     names = {name.split('"')[0] for name in text.split("#/components/schemas/")[1:]}
     assert names <= set(schema["components"]["schemas"])
     assert "422" not in text
+
+
+def test_a_text_that_cannot_fit_is_not_even_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "a b " * 100_000
+    monkeypatch.setattr("alcoda.data.tokenizer.Tokenizer.encode_batch", lambda *_: pytest.fail("it was encoded"))
+    for path, body in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+        answer = httpx.post(server.url + path, json=body, timeout=WAIT_S)
+        assert refused(answer, 400)["code"] == "context_length_exceeded"
+    assert (
+        refused(httpx.post(server.url + "/tokenize", json={"prompt": long}, timeout=WAIT_S), 400)["param"] == "prompt"
+    )
+
+
+def test_a_body_that_does_not_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alcoda.serve.gate.BODY_S", 0.05)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        said = b""
+        while part := connection.recv(4096):
+            said += part
+    assert said.startswith(b"HTTP/1.1 408") and b"body_timeout" in said

@@ -35,31 +35,28 @@ def post(made: Server, key: str | None = "k1", **body: object) -> httpx.Response
     return httpx.post(made.url + "/v1/completions", json={**BODY, **body}, headers=headers, timeout=60)
 
 
-@pytest.mark.parametrize("key", [None, "", "wrong", "k1 ", "k", "k11", "é"])
+@pytest.mark.parametrize("key", [None, "wrong", "k", "k11", "é"])
 def test_no_key(locked: Server, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/v1/nothing", "/page/lab.json"):
         found = httpx.get(locked.url + path, headers=headers)
-        if key == "k1 ":  # spaces around a header's value are none of it
-            assert found.status_code in (200, 404)
-            continue
         assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
         assert found.headers["www-authenticate"] == "Bearer"
 
 
 def test_what_needs_no_key(locked: Server, lm: LM) -> None:
-    assert [httpx.get(locked.url + path).status_code for path in ("/health", "/ready", "/", "/page/index.html")] == [
-        200
-    ] * 4
+    for path in ("/health", "/ready", "/", "/page/index.html"):
+        assert httpx.get(locked.url + path).status_code == 200
+    assert [httpx.head(locked.url + path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
     with serving(lm, api_keys=["k"], open_metrics=True) as made:
         assert httpx.get(made.url + "/metrics").status_code == 200
 
 
 def test_each_key_is_let_in(locked: Server) -> None:
     assert [post(locked, key).status_code for key in ("k1", "k2", "of-fast", "of-none")] == [200] * 4
-    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
+    client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
 
 
 def test_a_key_has_a_tier(locked: Server) -> None:
@@ -74,9 +71,8 @@ def test_depth_falls_while_many_wait(locked: Server) -> None:
 
     def asks(**body: object) -> tuple[threading.Thread, list[str]]:
         found: list[str] = []
-        thread = threading.Thread(
-            target=lambda: found.append(post(locked, **body).json()["alcoda"]["tier"]), daemon=True
-        )
+        act = lambda: found.append(post(locked, **body).json()["alcoda"]["tier"])  # noqa: E731
+        thread = threading.Thread(target=act, daemon=True)
         thread.start()
         return thread, found
 

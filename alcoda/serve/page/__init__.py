@@ -15,6 +15,7 @@ def mount(app: Any) -> None:
     """Put the page into a FastAPI app: ``/``, and its files under ``/page/``. ``app.state.worker`` is the
     `alcoda.serve.worker.Worker`."""
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> FileResponse:
         return FileResponse(STATIC / "index.html")

@@ -1,0 +1,99 @@
+"""`alcoda serve` as a process: its line for scripts, its signals, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from alcoda.cli import app
+from alcoda.errors import RunError, UsageError
+
+
+@contextmanager
+def started(*arguments: str, key: str | None = None) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The process, and the line that it prints once it is ready."""
+    command = [sys.executable, "-m", "alcoda", "serve", "mini", "--port", "0", "--json", *arguments]
+    environment = {**os.environ, **({} if key is None else {"ALCODA_API_KEY": key})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_from_its_start_to_its_end() -> None:
+    with started("--width", "4", "--wavefront", "2", key="secret") as (process, told):
+        assert told["models"] == ["mini", "mini:fast", "mini:balanced", "mini:exact"] and told["pid"] == process.pid
+        assert told["url"].startswith("http://127.0.0.1:")
+        body = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
+        assert httpx.post(told["url"] + "/v1/completions", json=body, timeout=60).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        found = httpx.post(told["url"] + "/v1/completions", json=body, headers=headers, timeout=60).json()
+        assert found["usage"]["completion_tokens"] == 5
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_two_signals_end_it_at_once() -> None:
+    with started("--drain", "600") as (process, told):
+        body = {"prompt": "Once", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
+        with httpx.stream("POST", told["url"] + "/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+
+
+def refused(*arguments: str) -> UsageError | RunError:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert isinstance(result.exception, UsageError | RunError), result.output
+    return result.exception
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert f"port {port} cannot be listened at" in str(refused("mini", "--port", port))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/run",), "no/such/run"),
+        (("mini", "--host", "no.such.host.invalid"), "--host no.such.host.invalid"),
+        (("mini", "--policy", "no.yaml"), "--policy no.yaml"),
+        (("mini", "--loops", "0"), "loops: "),
+        (("mini", "--deadline", "-1"), "deadline_s: "),
+        (("mini", "--max-body", "much"), "--max-body much"),
+        (("mini", "--name", "a:b"), "name: "),
+        (("mini", "--api-key", "a b"), "api_keys"),
+        (("mini", "--cache", "none"), "cache"),
+        (("mini", "--checkpoint", "step_1"), "step_1"),
+    ],
+)
+def test_what_cannot_be_served(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in str(refused(*arguments, "--port", "0"))
+
+
+def test_everybody_elsewhere_is_a_warning() -> None:
+    result = CliRunner().invoke(app, ["serve", "no/such/run", "--host", "0.0.0.0", "--port", "0"])
+    assert "anybody who reaches" in result.stderr
+    result = CliRunner().invoke(app, ["serve", "no/such/run", "--host", "0.0.0.0", "--port", "0", "--api-key", "k"])
+    assert "anybody who reaches" not in result.stderr
