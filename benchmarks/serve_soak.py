@@ -69,6 +69,7 @@ class Tally:
 
     asked: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
@@ -130,11 +131,12 @@ class Soak:
     async def refused(self, kind: str, response: httpx.Response, rng: random.Random, *also: int) -> None:
         """An answer other than 200 to a request that is right."""
         body = json.loads(await response.aread())
+        (self.tally.refused if response.status_code == 429 else self.tally.answered)[kind] += 1
         if response.status_code not in {429, *also}:
             self.tally.blame(kind, f"{response.status_code} {body}")
         if set(body["error"]) != {"message", "type", "param", "code"}:
             self.tally.blame(kind, f"not the envelope: {body}")
-        await asyncio.sleep(rng.uniform(0.2, 1.0))
+        await asyncio.sleep(rng.uniform(0.5, 2.0))
 
     async def stream(self, rng: random.Random, kind: str, **more: Any) -> None:
         await self._stream(rng, kind, rng.choice(self.pool), None, more)
@@ -164,7 +166,7 @@ class Soak:
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
                     self.tally.blame(kind, f"an error in the stream: {chunk}")
-                    return
+                    break
                 ids.add(chunk["id"])
                 usage = chunk.get("usage") or usage
                 for choice in chunk["choices"]:
@@ -261,7 +263,6 @@ class Soak:
         async with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             if not self.status(kind, "/v1/completions", response):
                 await self.refused(kind, response, rng, 408)
-                self.tally.answered[kind] += response.status_code == 408
                 return
             if not streams:
                 (choice,) = json.loads(await response.aread())["choices"]
@@ -282,7 +283,7 @@ class Soak:
         headers = {"Content-Type": "application/json"}
         response = await self.http.post(self.url + path, content=body, headers=headers)
         self.status(kind, path, response)
-        if response.status_code not in codes:
+        if response.status_code not in codes | {429}:  # what takes time to find waits for its turn, like others
             self.tally.blame(kind, f"{path} {body[:60]!r}: {response.status_code} {response.text[:200]}")
         if set(response.json()["error"]) != {"message", "type", "param", "code"}:
             self.tally.blame(kind, f"not the envelope: {response.text[:200]}")
@@ -336,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=12, help="different ones, each at three tiers and two lengths")
-    parser.add_argument("--max-waiting", type=int, default=96, help="of the server's queue")
+    parser.add_argument("--max-waiting", type=int, default=128, help="of the server's queue")
     parser.add_argument("--model", default="mini")
     options = parser.parse_args(arguments)
     from alcoda.serve.load.prompts import BUILT_IN
@@ -369,10 +370,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tally.blame("end", f"exit code {code} after SIGTERM")
         for line in served.complaints():
             tally.blame("log", line)
-    lost = sum(tally.asked.values()) - sum(tally.answered.values()) - tally.statuses["429"]
+    lost = sum(tally.asked.values()) - sum(tally.answered.values()) - sum(tally.refused.values())
+    if lost and not tally.wrong:
+        tally.blame("end", f"{lost} requests are neither answered nor refused")
     found: dict[str, Any] = {"minutes": options.minutes, "clients": options.clients, "asked": dict(tally.asked)}
-    found |= {"answered": dict(tally.answered), "statuses": dict(tally.statuses), "unaccounted": lost}
-    found |= {"tokens": tally.tokens, "wrong": tally.wrong[:50], "n_wrong": len(tally.wrong)}
+    found |= {"answered": dict(tally.answered), "refused": dict(tally.refused), "unaccounted": lost}
+    found |= {
+        "statuses": dict(tally.statuses),
+        "tokens": tally.tokens,
+        "wrong": tally.wrong[:50],
+        "n_wrong": len(tally.wrong),
+    }
     found |= {"first_s": quantiles(tally.first_s), "whole_s": quantiles(tally.whole_s), "idle_after_s": idle_s}
     found |= {"warm_mb": warm, "last_mb": last, "most_mb": max(memory), "ids": len(tally.ids)}
     print(json.dumps(found, ensure_ascii=False))
