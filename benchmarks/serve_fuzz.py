@@ -4,7 +4,8 @@ line is JSON.
     make clients && .venv-clients/bin/python benchmarks/serve_fuzz.py [--minutes 10] [--seed 0]
 
 schemathesis takes the OpenAPI document of ``alcoda serve mini``, started here, and makes requests of it that are right
-and that are wrong, round after round, each with another seed. Exit code 1 at a 5xx, a status or content type that the
+and that are wrong, round after round, each with another seed (serve_fuzz_hooks.py: most leave out what would have them
+refused at once). Exit code 1 at a 5xx, a status or content type that the
 document does not name, an answer of another form than it says, a method that is not there and is answered otherwise
 than by 405, a fault in the server's log, or a server that is not ready, not idle or not alive behind it.
 """
@@ -67,12 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             time.sleep(0.2)
         if left:
             failures.append(f"not free {IDLE_S:g} s behind the last request: {left}")
+        answers = {name: n for name, n in metrics(served.url).items() if name.startswith("alcoda_requests_total")}
         if not served.is_alive or served.get("/ready")[0] != 200:
             failures.append("it is not ready any more")
         failures += served.complaints()
         memory_mb = served.resident_mb if served.is_alive else None
     cases = sum(one["cases"] for one in rounds)
-    found = {"minutes": options.minutes, "rounds": len(rounds), "cases": cases, "failures": failures}
+    found: dict[str, Any] = {"minutes": options.minutes, "rounds": len(rounds), "cases": cases, "failures": failures}
+    found |= {"answers": answers}
     print(json.dumps({**found, "resident_mb": memory_mb, "checks": CHECKS}))
     sys.exit(1 if failures or not cases else 0)
 
@@ -83,7 +86,9 @@ def fuzz(tool: Path, url: str, seed: int, seconds: int, workers: int, folder: Pa
     command = [str(tool), "run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--seed", str(seed)]
     command += ["--max-time", str(seconds), "--workers", str(workers), "--request-timeout", "60", "--no-color"]
     command += ["--header", f"Authorization:Bearer {KEY}", "--report", "ndjson", "--report-ndjson-path", str(report)]
-    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, env=os.environ | {"NO_PROXY": "*"})
+    here = Path(__file__).parent
+    more = {"NO_PROXY": "*", "SCHEMATHESIS_HOOKS": "serve_fuzz_hooks", "PYTHONPATH": str(here)}
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, env=os.environ | more)
     print(done.stdout[-20_000:], done.stderr[-5_000:], flush=True)
     found = re.search(r"([\d,]+) generated", done.stdout)
     return {"code": done.returncode, "cases": int(found[1].replace(",", "")) if found else 0}
