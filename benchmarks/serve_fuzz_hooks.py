@@ -1,5 +1,5 @@
-"""What serve_fuzz.py's schemathesis changes in the bodies that it makes: else nearly all of them name a model, a tier or
-a token that is not there, and are refused before they are looked at any further."""
+"""What serve_fuzz.py's schemathesis changes in the bodies that it makes: else nearly all of them name a model, a tier
+or a token that is not there, and are refused before they are looked at any further."""
 
 from __future__ import annotations
 
