@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from alcoda.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from alcoda.api import (
         LM,
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     )
     from alcoda.serving import server
 
-__version__ = "0.1.0"
 __all__ = [
     "LM",
     "ModelConfig",

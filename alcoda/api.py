@@ -452,6 +452,7 @@ def harness(
     loops: Sequence[int] = (),
     exits: Sequence[str] = (),
     *,
+    shots: int | None = None,
     limit: int | None = None,
     data: str | Path | None = None,
     bos: bool = False,
@@ -468,6 +469,7 @@ def harness(
         tasks: of lm-eval by name (hellaswag, lambada_openai, piqa, ...), YAML files of its form, or ``core``.
         loops: depths, all from one pass; the model's ``n_loops`` where empty.
         exits: rules or tiers, beside them.
+        shots: solved documents before each that is scored (of lm-eval's tasks); None: 0, or what a YAML file says.
         limit: the first so many documents of each task; None: all.
         data: the folder of the data; None: where ``make tasks`` puts them. Of CORE it must be named.
         bos: whether texts begin with end-of-text, as documents of training do; lm-eval's ``hf`` adds none.
@@ -476,7 +478,8 @@ def harness(
     lm = run if isinstance(run, LM) else load(run, checkpoint)
     out = None if isinstance(run, LM) else RunFolder.find(run).writable().harness_json
     folder = None if data is None else Path(data)
-    return _harness(lm, tasks, loops, exits, limit=limit, data=folder, bos=bos, batch_size=batch_size, out=out)
+    how: dict[str, Any] = {"shots": shots, "limit": limit, "data": folder, "bos": bos, "batch_size": batch_size}
+    return _harness(lm, tasks, loops, exits, **how, out=out)
 
 
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UsageError(ValueError):
@@ -34,3 +34,9 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Allowed: {', '.join(allowed)}"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names for a message, at most so many of them, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

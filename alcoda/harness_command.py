@@ -35,6 +35,12 @@ def harness(
             metavar="RULE",
         ),
     ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            help="Solved documents before each that is scored. Default: 0. CORE has its own.", min=0, metavar="N"
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many documents of each task.")] = None,
     data: Annotated[
         Path | None,
@@ -88,6 +94,7 @@ def harness(
         names,
         depths,
         leave or (),
+        shots=shots,
         limit=limit,
         data=data,
         bos=bos,

@@ -38,9 +38,10 @@ def export(
     shards = "" if found.n_shards == 1 else f" in {found.n_shards} files"
     text = "" if found.has_tokenizer else "; it has no tokenizer: token ids alone"
     exits = "; calibrated exits went along" if found.has_exits else ""
+    code = "" if found.has_code else "; its choices of a plugin need alcoda: no code went along"
     typer.echo(
         f"{found.path}: {found.params:,} parameters, {found.weights_bytes / 1e6:,.1f} MB of weights ({found.dtype})"
-        f"{shards}{text}{exits}; its card is {found.path / 'README.md'}"
+        f"{shards}{text}{exits}{code}; its card is {found.path / 'README.md'}"
     )
 
 
@@ -60,12 +61,16 @@ def import_model(
     eot: Annotated[
         str | None, typer.Option(help="Its end-of-text token, where the folder does not say it.", metavar="TOKEN")
     ] = None,
+    noise: Annotated[
+        bool,
+        typer.Option("--noise", help="The state begins as noise at evaluation too, not as zeros (Huginn)."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """A checkpoint of another project as a run, on which everything works. None of its code is run."""
     from alcoda import api
 
-    found = api.import_model(path, out, dtype, eot)
+    found = api.import_model(path, out, dtype, eot, noise)
     if as_json:
         print_json(found.to_json())
         return

@@ -53,8 +53,9 @@ def quickstart(
     console = Console(file=STDERR, highlight=False, soft_wrap=True)
     say = console.print
     recipe = load_recipe(RECIPE, settings).resolved()
-    shown = show_shipped(console) if SHOWN in shipped() else None
     run = RunFolder(out)
+    _refuse(run, recipe, fresh)
+    shown = show_shipped(console) if SHOWN in shipped() else None
     aside = _set_aside(run) if fresh else None
     ledger = recipe.ledger()
     say(
@@ -219,16 +220,34 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _set_aside(run: RunFolder) -> Path | None:
-    """Rename an old run, so that it is deleted only once the new one has begun; refuse what is not a run alone."""
+def _refuse(run: RunFolder, recipe: Recipe, fresh: bool) -> None:
+    """What cannot be is refused before the first thing that takes time. It is looked at again when it is done."""
+    if fresh:
+        _check_fresh(run)
+    else:
+        run.check_begin(recipe, run.exists)
+    if run.exists:
+        with run.locked():
+            pass
+
+
+def _check_fresh(run: RunFolder) -> None:
+    """Refuse to delete what is not a run alone."""
     if not run.path.exists():
-        return None
+        return
     foreign = sorted(p.name for p in run.path.iterdir() if p.name not in RUN_FILES and not p.name.startswith("."))
     if run.path.is_symlink() or foreign or not run.run_json.exists():
         what = (
             f"it holds {foreign[0]}" if foreign else "it is a link" if run.path.is_symlink() else "it has no run.json"
         )
         raise UsageError(f"--fresh deletes {run.path}, which is not a run and nothing else: {what}. Give another --out")
+
+
+def _set_aside(run: RunFolder) -> Path | None:
+    """Rename an old run, so that it is deleted only once the new one has begun."""
+    if not run.path.exists():
+        return None
+    _check_fresh(run)
     aside = run.path.with_name(f".{run.path.name}.{os.getpid()}.old")
     with run.locked():
         run.path.rename(aside)

@@ -133,8 +133,8 @@ def _loop(model: RecurrentLM, begun: Begun, state: State, loop: int, active_BT: 
             here = begun.core.at_loop(model.config.keys.slot_loop(loop)).these(index_BK)
             some = state.map(lambda x: tokens_at(x, index_BK))
             new = model.run_loop(some, tokens_at(begun.e_BTD, index_BK), loop, here)
-            after = state.merge(new, lambda x, x_new: put_tokens(x.to(x_new.dtype), index_BK, x_new))
-            return _frozen(state, after, active_BT)
+            after = _frozen(some, new, active_BT.gather(1, index_BK))
+            return state.merge(after, lambda x, x_new: put_tokens(x.to(x_new.dtype), index_BK, x_new))
     return _frozen(state, model.loop(begun, state, loop), active_BT)
 
 

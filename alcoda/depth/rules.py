@@ -12,15 +12,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from alcoda.config import Choice, Int, NonNegativeFloat, PositiveInt, validate
+from alcoda.config import Choice, Int, NonNegativeFloat, PositiveFloat, PositiveInt, validate
 from alcoda.depth.record import ProbeWeights, Trace
 from alcoda.depth.watch import (
     ArgmaxTest,
     Bounds,
+    EntropyTest,
     ExitTest,
     FixedTest,
     GateTest,
     KlTest,
+    LastKlTest,
+    MinPKlTest,
     ProbeTest,
     SecondOrderTest,
     StateTest,
@@ -175,6 +178,39 @@ class Kl(Scored):
 
     def make(self, model: RecurrentLM, bounds: Bounds, given: Any) -> ExitTest:
         return KlTest(model, bounds)
+
+
+class LastKl(Scored):
+    """``KL(p_i-1 || p_i)`` in nats, Huginn's direction (its ``kl``; papers.md 3.2). Not in loop 1."""
+
+    kind: Literal["kl_last"] = "kl_last"
+    needs_logits: ClassVar[bool] = True
+
+    def make(self, model: RecurrentLM, bounds: Bounds, given: Any) -> ExitTest:
+        return LastKlTest(model, bounds)
+
+
+class MinPKl(Scored):
+    """``KL(q_i-1 || q_i)`` in nats (Huginn's ``minp-kl``; papers.md 3.2), q_i the next-token distribution after loop i
+    with ``1 / V`` for each token less likely than ``min_p`` times the likeliest, normed anew. Not in loop 1."""
+
+    kind: Literal["minp_kl"] = "minp_kl"
+    needs_logits: ClassVar[bool] = True
+    min_p: Annotated[PositiveFloat, Field(le=1)] = 0.1
+    """Huginn's 0.1."""
+
+    def make(self, model: RecurrentLM, bounds: Bounds, given: Any) -> ExitTest:
+        return MinPKlTest(model, bounds, self.min_p)
+
+
+class EntropyChange(Scored):
+    """``|H(p_i) - H(p_i-1)|`` in nats (Huginn's ``entropy-diff``; papers.md 3.2). Not in loop 1."""
+
+    kind: Literal["entropy"] = "entropy"
+    needs_logits: ClassVar[bool] = True
+
+    def make(self, model: RecurrentLM, bounds: Bounds, given: Any) -> ExitTest:
+        return EntropyTest(model, bounds)
 
 
 class StateChange(Scored):

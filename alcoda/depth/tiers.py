@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from alcoda.config import Config, Float, NonNegativeFloat, PositiveInt, validate
-from alcoda.depth.rules import ExitRule, rules
+from alcoda.depth.record import fingerprint
+from alcoda.depth.rules import ExitRule, Probe, read_rule, rules
+from alcoda.depth.watch import ExitTest
 from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.files import read_json, write_json
+from alcoda.files import read_json, sha256, write_json
+from alcoda.model.lm import RecurrentLM
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -114,9 +117,9 @@ class Tiers(Config):
                 f"{path} is damaged or of another version: {error}. Calibrate anew: {command(path)}"
             ) from None
 
-    def check(self, path: Path, model: str, tokenizer: str) -> Tiers:
-        """These, if they are of this model and tokenizer."""
-        other = "weights" if self.model != model else "a tokenizer" if self.tokenizer != tokenizer else None
+    def check(self, path: Path, model: str, tokenizer: str | None) -> Tiers:
+        """These, if they are of this model and tokenizer (None: any)."""
+        other = "weights" if self.model != model else "a tokenizer" if tokenizer not in (None, self.tokenizer) else None
         if other is not None:
             raise UsageError(
                 f"{path}: these exits were calibrated with {other} other than this model's (train step "
@@ -140,3 +143,79 @@ def command(path: Path) -> str:
 def unknown(name: str, tiers: Sequence[str]) -> str:
     """The message of a name that is neither a tier nor a rule."""
     return f"unknown exit {name!r}{did_you_mean(name, [*tiers, *rules()])}"
+
+
+EXITS, PROBE = "exits.json", "probe.safetensors"
+"""Their files in a folder: those of a run, and of what was exported of one."""
+
+
+class Exit(NamedTuple):
+    """When tokens leave: a rule, the same at work, and the calibrated tier that it is of, if it is of one."""
+
+    rule: ExitRule
+    test: ExitTest
+    tier: str | None
+
+
+def find_exit(
+    choice: ExitRule | str,
+    model: RecurrentLM,
+    folder: Path,
+    tokenizer: str | None,
+    loops: int | None = None,
+    threshold: float | Sequence[float] | None = None,
+) -> Exit:
+    """When the tokens of a model leave: a rule, its name (``state:0.01``), or a calibrated tier (``balanced``).
+
+    Args:
+        folder: where the tiers and the probe lie.
+        tokenizer: SHA-256 of the one in use; None: it is not known, and not checked.
+        loops: that run at most; None: the tier's, or the model's.
+
+    Raises:
+        UsageError: no such rule or tier; one that the model cannot be left by; a tier of other weights, another
+            tokenizer, another depth.
+    """
+    if isinstance(choice, str) and choice.partition(":")[0] not in rules():
+        return _find_tier(choice, model, folder, tokenizer, loops, threshold)
+    rule = read_rule(choice, threshold) if isinstance(choice, str) else choice
+    return Exit(rule, _at_work(rule, model, folder, model.config.n_loops if loops is None else loops), None)
+
+
+def _find_tier(
+    name: str,
+    model: RecurrentLM,
+    folder: Path,
+    tokenizer: str | None,
+    loops: int | None,
+    threshold: float | Sequence[float] | None,
+) -> Exit:
+    path, probe = folder / EXITS, folder / PROBE
+    if not path.is_file():
+        raise UsageError(
+            f"{unknown(name, [])}. Or is it a calibrated tier? {folder} has none: {command(path)} makes them"
+        )
+    tiers = Tiers.load(path)
+    tier = tiers.tier(name)
+    tiers.check(path, fingerprint(model), tokenizer)
+    if threshold is not None:
+        raise UsageError(f"threshold={threshold}: tier {name!r} has thresholds of its own; leave it out")
+    if loops not in (None, tiers.n_loops):
+        raise UsageError(
+            f"loops={loops}: tier {name!r} was calibrated at {tiers.n_loops} loops; leave loops out, or run "
+            f"{command(path)} --loops {loops}"
+        )
+    if tier.probe is not None and (not probe.is_file() or sha256(probe) != tier.probe):
+        raise UsageError(
+            f"{probe} is not the probe that tier {name!r} was calibrated with; calibrate anew: "
+            f"{command(path)} --rule probe"
+        )
+    return Exit(tier.rule, _at_work(tier.rule, model, folder, tiers.n_loops), name)
+
+
+def _at_work(rule: ExitRule, model: RecurrentLM, folder: Path, n_loops: int) -> ExitTest:
+    if isinstance(rule, Probe) and rule.weights is None:
+        if not (folder / PROBE).is_file():
+            raise UsageError(f"exit probe: {folder} has none; alcoda probe {folder} fits one")
+        rule = rule.model_copy(update={"weights": str(folder / PROBE)})
+    return rule.build(model, n_loops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
@@ -90,20 +91,20 @@ class ExitTest:
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
         due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)
-        return (due_N, *self.begin(at_least_fp32(h_ND), where))
+        return (*[due_N] * bool(self.bounds.horizon), *self.begin(at_least_fp32(h_ND), where))
 
     def exits(self, seen: Seen, kept: Kept) -> tuple[Tensor, Tensor, Kept]:
         """Which rows leave after this loop, [N]; their scores, [N]; and what is kept of each."""
-        due_N, *own = kept
-        score_N, own = self.score(seen, tuple(own))
         bounds, loop = self.bounds, seen.loop
+        due, own = (kept[:1], kept[1:]) if bounds.horizon else ((), kept)
+        score_N, own = self.score(seen, own)
         # The threshold is rounded as the score is, once: fp32 at least.
         fires_N = score_N < self._thresholds(score_N.dtype)[loop - 1]
         if bounds.min_loops > 1:
             fires_N = fires_N & (torch.as_tensor(loop, device=fires_N.device) + bounds.horizon >= bounds.min_loops)
-        leaves_N = due_N if bounds.horizon else fires_N
+        leaves_N = due[0] if due else fires_N
         last = torch.as_tensor(loop, device=fires_N.device) >= bounds.max_loops
-        return leaves_N | last, score_N, (fires_N, *own)
+        return leaves_N | last, score_N, (*[fires_N] * len(due), *own)
 
     def _thresholds(self, dtype: torch.dtype) -> Tensor:
         if self._rounded_R.dtype != dtype:
@@ -163,9 +164,45 @@ class KlTest(ExitTest):
         return (h_ND.new_zeros(1, 1).expand(len(h_ND), self.model.config.vocab_size),)
 
     def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
-        log_p_NV = torch.log_softmax(at_least_fp32(seen.logits()), -1)
-        kl_N = (log_p_NV.exp() * (log_p_NV - kept[0])).sum(-1).clamp(min=0)  # rounding may leave less than nothing
+        log_p_NV = self.log_p(at_least_fp32(seen.logits()))
+        kl_N = self.divergence(log_p_NV, kept[0]).clamp(min=0)  # rounding may leave less than nothing
         return _not_in_first(kl_N, seen.loop), (log_p_NV,)
+
+    def log_p(self, logits_NV: Tensor) -> Tensor:
+        """Of the next token."""
+        return torch.log_softmax(logits_NV, -1)
+
+    def divergence(self, log_p_NV: Tensor, last_NV: Tensor) -> Tensor:
+        """Of the distribution after this loop and after the last one, [N]."""
+        return (log_p_NV.exp() * (log_p_NV - last_NV)).sum(-1)
+
+
+class LastKlTest(KlTest):
+    def divergence(self, log_p_NV: Tensor, last_NV: Tensor) -> Tensor:
+        return (last_NV.exp() * (last_NV - log_p_NV)).sum(-1)
+
+
+class MinPKlTest(LastKlTest):
+    def __init__(self, model: RecurrentLM, bounds: Bounds, min_p: float) -> None:
+        super().__init__(model, bounds)
+        self.log_min_p = math.log(min_p)
+
+    def log_p(self, logits_NV: Tensor) -> Tensor:
+        log_p_NV = super().log_p(logits_NV)
+        rare_NV = log_p_NV < log_p_NV.amax(-1, keepdim=True) + self.log_min_p
+        return torch.log_softmax(log_p_NV.masked_fill(rare_NV, -math.log(log_p_NV.size(-1))), -1)
+
+
+class EntropyTest(ExitTest):
+    needs_logits, coda_keys = True, "per_loop"
+
+    def begin(self, h_ND: Tensor, where: Where) -> Kept:
+        return (h_ND.new_zeros(len(h_ND)),)
+
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        log_p_NV = torch.log_softmax(at_least_fp32(seen.logits()), -1)
+        entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+        return _not_in_first((entropy_N - kept[0]).abs(), seen.loop), (entropy_N,)
 
 
 class StateTest(ExitTest):
@@ -236,7 +273,8 @@ class ProbeTest(ExitTest):
 
 def relative(change_ND: Tensor, h_ND: Tensor) -> Tensor:
     """``|change| / |h|``; 0 where nothing has changed."""
-    return change_ND.norm(dim=-1) / h_ND.norm(dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
+    size_N = torch.linalg.vector_norm(h_ND, dim=-1).clamp(min=torch.finfo(h_ND.dtype).tiny)
+    return torch.linalg.vector_norm(change_ND, dim=-1) / size_N
 
 
 def _not_in_first(score_N: Tensor, loop: int | Tensor) -> Tensor:

@@ -45,6 +45,9 @@ MOST_STOPS = 4
 MAX_TOKENS = 256
 """Of a generated text where a task names none, as lm-eval's ``hf``."""
 
+SHOTS_SEED = 1234
+"""By which lm-eval draws shots where it is told none."""
+
 Bar = Callable[[str, int], AbstractContextManager[Tell]]
 
 
@@ -178,8 +181,11 @@ def offline() -> Generator[None]:
 
 
 @offline()
-def load_task(name: str, folder: Path) -> ConfigurableTask:
+def load_task(name: str, folder: Path, shots: int | None = None) -> ConfigurableTask:
     """A task by its name, lm-eval's definition with the data in ``folder``; or of a YAML file of the user's.
+
+    Args:
+        shots: before each document, drawn by lm-eval's sampler with its default seed; None: 0, or what the file says.
 
     Raises:
         UsageError: no data, or a file that is no task.
@@ -190,15 +196,24 @@ def load_task(name: str, folder: Path) -> ConfigurableTask:
             (task,) = TaskManager(include_defaults=False).load([name])["tasks"].values()
         except Exception as error:  # the file is the user's, and may fail in any way
             raise UsageError(f"--tasks {name}: it is no task of lm-eval ({type(error).__name__}: {error})") from error
+        if shots is not None:
+            task.set_config("num_fewshot", shots)
+        task.set_fewshot_seed(SHOTS_SEED)
         return task
     source = SOURCES[name]
-    rows = read_task(name, folder)
+    rows = {source.split: datasets.Dataset.from_list(read_task(name, folder))}
+    split = source.split
+    if shots and source.shots is not None:
+        split = source.shots[0]
+        rows[split] = datasets.Dataset.from_list(read_task(name, folder, shots=True))
     config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / source.definition, resolve_func=True)
     for key in ("tag", "group", "training_split", "validation_split", "test_split"):
         config.pop(key, None)
-    # What it is scored on is that split alone: no shots can be drawn.
-    config |= {f"{source.split}_split": source.split, "num_fewshot": 0}
-    return _Local({source.split: datasets.Dataset.from_list(rows)}, config)
+    # By the name of test_split lm-eval knows that shots are of what is scored, and leaves the document out.
+    config |= {"test_split": source.split, "fewshot_split": split, "num_fewshot": shots or 0}
+    task = _Local(rows, config)
+    task.set_fewshot_seed(SHOTS_SEED)
+    return task
 
 
 class Measured(NamedTuple):
@@ -206,38 +221,54 @@ class Measured(NamedTuple):
 
     Attributes:
         value: as lm-eval sums it up.
-        each_N: of each document; empty where a document has no number of its own.
+        parts: of each document, task by task; empty where a document has no number of its own.
     """
 
     value: float
-    each_N: np.ndarray
+    parts: list[np.ndarray]
 
 
 @offline()
-def run_task(task: ConfigurableTask, answers: Answers, limit: int | None) -> list[dict[str, Measured]]:
-    """The metrics of a task at each point, by name; the first ``limit`` documents."""
-    found, name = [], task.config.task
-    _build_once(task)
+def run_tasks(tasks: Sequence[ConfigurableTask], answers: Answers, limit: int | None) -> list[dict[str, Measured]]:
+    """The metrics at each point, by name; of the first ``limit`` documents of each task.
+
+    Several tasks are summed up over all their documents, as lm-eval's groups that weigh by size.
+    """
+    found, named = [], {task.config.task: task for task in tasks}
+    for task in tasks:
+        _build_once(task)
     for p in range(len(answers.scorer.points)):
         result = evaluate(
             HarnessLM(answers, p),
-            {"tasks": {name: task}, "groups": {}, "group_map": {}},
+            {"tasks": dict(named), "groups": {}, "group_map": {}},
             limit=limit,
             bootstrap_iters=0,
             log_samples=True,
         )
         assert result is not None
+        by_task = [_metrics(result, name) for name in named]
         metrics = {}
-        for key, value in result["results"][name].items():
-            metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            each = [one.get(metric) for one in result["samples"][name] if one.get("filter", kind) == kind]
-            plain = all(isinstance(x, int | float | np.number) for x in each)
-            label = metric if kind == "none" else f"{metric} ({kind})"
-            metrics[label] = Measured(float(value), np.array(each if plain else [], dtype=float))
+        for label in by_task[0]:
+            parts = [one[label] for one in by_task]
+            sizes = [max(1, len(part.parts[0])) for part in parts]
+            value = sum(part.value * n for part, n in zip(parts, sizes, strict=True)) / sum(sizes)
+            metrics[label] = Measured(parts[0].value if len(parts) == 1 else value, [part.parts[0] for part in parts])
         found.append(metrics)
     return found
+
+
+def _metrics(result: dict[str, Any], name: str) -> dict[str, Measured]:
+    """What lm-eval says of one task."""
+    metrics = {}
+    for key, value in result["results"][name].items():
+        metric, _, kind = key.partition(",")
+        if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        each = [one.get(metric) for one in result["samples"][name] if one.get("filter", kind) == kind]
+        plain = all(isinstance(x, int | float | np.number) for x in each)
+        label = metric if kind == "none" else f"{metric} ({kind})"
+        metrics[label] = Measured(float(value), [np.array(each if plain else [], dtype=float)])
+    return metrics
 
 
 def _build_once(task: ConfigurableTask) -> None:

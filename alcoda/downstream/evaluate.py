@@ -26,7 +26,7 @@ from alcoda.downstream.results import (
     stderr_of,
 )
 from alcoda.downstream.score import Point, Scorer, points
-from alcoda.downstream.tasks import SOURCES, default_folder, read_task
+from alcoda.downstream.tasks import GROUPS, SOURCES, default_folder, members, read_task
 from alcoda.engine.llm import LM
 from alcoda.errors import RunError, UsageError, did_you_mean
 from alcoda.files import read_json, write_json
@@ -41,6 +41,7 @@ def harness(
     loops: Sequence[int] = (),
     exits: Sequence[str] = (),
     *,
+    shots: int | None = None,
     limit: int | None = None,
     data: Path | None = None,
     bos: bool = False,
@@ -50,10 +51,11 @@ def harness(
     """Run tasks at depths and with exits; all depths of a task come from one pass over its texts.
 
     Args:
-        tasks: names of `SOURCES`; a YAML file of lm-eval's form; ``core``, or one of its as ``core/copa``.
+        tasks: names of `SOURCES` or `GROUPS`; a YAML file of lm-eval's form; ``core``, or one of its as ``core/copa``.
         loops: depths; the model's ``n_loops`` where empty.
         exits: rules, or tiers that ``alcoda calibrate`` chose, beside them.
-        limit: the first so many documents of each task.
+        shots: solved documents before each that is scored, of lm-eval's tasks; None: 0, or what a YAML file says.
+        limit: the first so many documents of each task (of MMLU: of each subject).
         data: where the data of the tasks are; None: where ``make tasks`` puts them. CORE's must be named.
         bos: whether texts begin with the token that documents of training begin with.
         batch_size: rows read at a time; None: as many as have about 2,048 tokens.
@@ -70,15 +72,14 @@ def harness(
     of_core = _core_tasks(data, [name.removeprefix("core/") for name in named if _of_core(name)])
     folder = data or default_folder()
     for name in named:
-        if name in SOURCES:
-            read_task(name, folder)
+        _check_data(name, folder, shots)
     if any(not _of_core(name) for name in named):
         from alcoda.downstream import adapter  # noqa: F401 (where lm-eval is missing, that is said before anything runs)
     asked = {"train_step": lm.loaded.train_step, "limit": limit, "bos": bos, "points": [_described(p) for p in at]}
     kept = _kept(out)
     found = []
     for name in named:
-        key = {**asked, "task": name}
+        key = {**asked, "task": name} | ({} if shots is None else {"shots": shots})
         before = next((one for one in kept if one["asked"] == key), None)
         if before is None:
             scorer = Scorer(lm.loaded, at, batch_size)
@@ -86,7 +87,7 @@ def harness(
             if name in of_core:
                 result = _core(of_core[name], scorer, encoder, limit)
             else:
-                result = _lm_eval(lm, name, folder, scorer, encoder, limit)
+                result = _lm_eval(lm, name, folder, shots, scorer, encoder, limit)
             # One result a task: what was measured otherwise gives way.
             kept = [one for one in kept if one["asked"]["task"] != name] + [{"asked": key, "result": asdict(result)}]
             if out is not None:
@@ -101,7 +102,26 @@ def harness(
 
 def task_names() -> list[str]:
     """All that can be named."""
-    return [*SOURCES, "core", *sorted(_all_core())]
+    return [*_short_names(), *(name for group in GROUPS.values() for name in group), *sorted(_all_core())]
+
+
+def _short_names() -> list[str]:
+    """The same, groups by their own names alone."""
+    grouped = {name for group in GROUPS.values() for name in group}
+    return [*(name for name in SOURCES if name not in grouped), *GROUPS, "core"]
+
+
+def _check_data(name: str, folder: Path, shots: int | None) -> None:
+    """What can be known before a task is run: its data are there, and enough of them."""
+    if shots is not None and (shots < 0 or _of_core(name)):
+        why = "CORE's tasks have shots of their own, leave it out" if _of_core(name) else "at least 0"
+        raise UsageError(f"shots {shots}: {why}")
+    for one in members(name):
+        most = len(read_task(one, folder)) - 1
+        if shots and SOURCES[one].shots is not None:
+            most = len(read_task(one, folder, shots=True))
+        if shots and shots > most:
+            raise UsageError(f"shots {shots}: task {one} has {most} documents for them")
 
 
 def _all_core() -> set[str]:
@@ -125,9 +145,9 @@ def _named(tasks: Sequence[str]) -> list[str]:
         elif name in task_names():
             found.append(name)
         else:
-            raise UsageError(f"unknown task {name!r}{did_you_mean(name, [*SOURCES, 'core'])}, or a YAML file")
+            raise UsageError(f"unknown task {name!r}{did_you_mean(name, _short_names())}, or a YAML file")
     if not found:
-        raise UsageError(f"no task is named; there are {', '.join([*SOURCES, 'core'])}, or a YAML file")
+        raise UsageError(f"no task is named; there are {', '.join(_short_names())}, or a YAML file")
     if any(map(_of_core, found)) and not all(map(_of_core, found)):
         raise UsageError("CORE has data of its own (--data FOLDER): run it by itself, its results add up in one file")
     return list(dict.fromkeys(found))
@@ -159,21 +179,23 @@ def _bar(task: str) -> Callable[[str, int], Any]:
     return lambda what, n: progress.bar(f"{task}: {what}", n)
 
 
-def _lm_eval(lm: LM, name: str, folder: Path, scorer: Scorer, encoder: Encoder, limit: int | None) -> TaskResult:
+def _lm_eval(
+    lm: LM, name: str, folder: Path, shots: int | None, scorer: Scorer, encoder: Encoder, limit: int | None
+) -> TaskResult:
     from alcoda.downstream import adapter
 
-    task = adapter.load_task(name, folder)
-    answers = adapter.Answers(lm, scorer, encoder, _bar(str(task.config.task)))
-    measured = adapter.run_task(task, answers, limit)
+    tasks = [adapter.load_task(one, folder, shots) for one in members(name) or (name,)]
+    answers = adapter.Answers(lm, scorer, encoder, _bar(name if len(tasks) > 1 else str(tasks[0].config.task)))
+    measured = adapter.run_tasks(tasks, answers, limit)
     main = next((one for one in MAIN if one in measured[0]), next(iter(measured[0]), ""))
     if not main:
         raise RunError(f"{name}: lm-eval gave no number")
     at = []
     for p, metrics in enumerate(measured):
-        estimates = {key: Estimate(one.value, stderr_of(key, one.value, one.each_N)) for key, one in metrics.items()}
-        at.append(_point(scorer, p, estimates, gain_of(measured[0][main].each_N, metrics[main].each_N) if p else None))
-    n_documents, note = len(measured[0][main].each_N), _leak(scorer)
-    n_shots = int(task.config.num_fewshot or 0)
+        estimates = {key: Estimate(one.value, stderr_of(key, one.value, one.parts)) for key, one in metrics.items()}
+        at.append(_point(scorer, p, estimates, gain_of(measured[0][main].parts, metrics[main].parts) if p else None))
+    n_documents, note = sum(map(len, measured[0][main].parts)), _leak(scorer)
+    n_shots = int(tasks[0].config.num_fewshot or 0)
     source = f"lm-eval {adapter.VERSION}"
     return TaskResult(name, source, n_shots, main, n_documents, scorer.spent.n_tokens, None, note, tuple(at))
 
@@ -183,7 +205,7 @@ def _core(task: CoreTask, scorer: Scorer, encoder: Encoder, limit: int | None) -
     at = []
     for p, right_N in enumerate(right_PN):
         accuracy = Estimate(float(right_N.mean()), standard_error(right_N))
-        gain = gain_of(right_PN[0], right_N) if p else None
+        gain = gain_of([right_PN[0]], [right_N]) if p else None
         at.append(_point(scorer, p, {"acc": accuracy}, gain, task.centred(accuracy.value)))
     part = None if task.path.name == task.file else f"{task.path.name} in place of {task.file}"
     note = "; ".join(filter(None, (part, _leak(scorer)))) or None

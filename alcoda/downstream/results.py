@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,23 @@ def standard_error(each_N: np.ndarray) -> float | None:
     return float(each_N.std(ddof=1) / math.sqrt(len(each_N))) if len(each_N) > 1 else None
 
 
-def stderr_of(metric: str, value: float, each_N: np.ndarray) -> float | None:
-    """Of what sums up ``each_N``: a mean, or the exponential of one (perplexity: by the delta method); else None."""
-    error = standard_error(each_N)
-    if error is None:
+def pooled_error(parts: Sequence[np.ndarray]) -> float | None:
+    """Of the mean over all documents of several tasks, from the variance within each (lm-eval's
+    ``pooled_sample_stderr``)."""
+    if len(parts) == 1:
+        return standard_error(parts[0])
+    n, free = sum(map(len, parts)), sum(len(part) - 1 for part in parts)
+    if free < 1:
         return None
+    return math.sqrt(sum(float(((part - part.mean()) ** 2).sum()) for part in parts) / free / n)
+
+
+def stderr_of(metric: str, value: float, parts: Sequence[np.ndarray]) -> float | None:
+    """Of what sums up the documents of one task or several: a mean, or the exponential of one (perplexity: by the delta
+    method); else None."""
+    if not all(map(len, parts)) or (error := pooled_error(parts)) is None:
+        return None
+    each_N = np.concatenate(parts)
     if math.isclose(value, float(each_N.mean()), rel_tol=1e-9, abs_tol=1e-12):
         return error
     if metric == "perplexity" and math.isclose(value, math.exp(-each_N.mean()), rel_tol=1e-6):
@@ -140,8 +153,9 @@ def stderr_of(metric: str, value: float, each_N: np.ndarray) -> float | None:
     return None
 
 
-def gain_of(first_N: np.ndarray, each_N: np.ndarray) -> Estimate | None:
-    """Paired by document: what makes one hard is common to both and cancels."""
-    if not len(each_N):
+def gain_of(first: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> Estimate | None:
+    """Paired by document, of one task or several: what makes one hard is common to both and cancels."""
+    if not all(map(len, parts)):
         return None
-    return Estimate(float((each_N - first_N).mean()), standard_error(each_N - first_N))
+    gains = [each_N - first_N for first_N, each_N in zip(first, parts, strict=True)]
+    return Estimate(float(np.concatenate(gains).mean()), pooled_error(gains))

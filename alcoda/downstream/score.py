@@ -14,12 +14,13 @@ from torch import Tensor
 
 from alcoda.depth.replay import replay
 from alcoda.depth.rules import NEVER
+from alcoda.depth.tiers import Exit
 from alcoda.depth.watch import ExitTest
 from alcoda.downstream.encode import Ask
 from alcoda.errors import RunError, UsageError
 from alcoda.model.prefill import Tell, read_rows
 from alcoda.training.device import autocast
-from alcoda.training.load import Exit, LoadedRun
+from alcoda.training.load import LoadedRun
 
 BATCH_TOKENS = 2048
 """Tokens that are read at a time, padding included, where no number of rows is asked for."""

@@ -133,7 +133,7 @@ class Background:
 
     def _work(self) -> None:
         try:
-            with torch.no_grad(), self.engine.runner.passes():
+            with self.engine.runner.passes():
                 while self._wait():
                     self._do_job()
                     if self.engine.has_work:
@@ -176,7 +176,7 @@ class Background:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            with torch.autocast(self.engine.runner.device.type, enabled=False):
+            with torch.no_grad(), torch.autocast(self.engine.runner.device.type, enabled=False):
                 found = job()
         except Exception as error:
             future.set_exception(error)

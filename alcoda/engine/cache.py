@@ -102,6 +102,9 @@ class Arena:
             for stage, (layers, loops) in slots_of(config, n_loops, coda_per_loop, policy).items()
         }
         """By stage, [keys and values, layer, slot, G, token, K]."""
+        self._slabs = {
+            (stage, layer): (kv[0, layer], kv[1, layer]) for stage, kv in self.kv.items() for layer in range(kv.size(1))
+        }
         self._free = [Span(0, n_tokens)]
         for kv in self.kv.values():
             kv[..., n_tokens, :] = 0  # what filling rows read is a number
@@ -150,6 +153,10 @@ class Arena:
             else:
                 merged.append(Span(start, stop))
         self._free = merged
+
+    def slabs(self, stage: str, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [slot, G, token, K] each."""
+        return self._slabs[stage, layer]
 
     def slots(self, span: Span) -> dict[Slot, Keys]:
         """Views of a span as the slots of a `alcoda.model.keys.KeyStore` of one row, ``k_1GSK, v_1GSK`` each."""
@@ -217,7 +224,7 @@ class RowStore:
         ends: where each row's text begins in the arena, and ends behind the row's token.
         pos_W1: positions of the tokens in their texts.
         at_W: the tokens' places in the arena.
-        slots: by stage, the slot of each row, as numbers and as a tensor; a stage that is not named has one.
+        slots: by stage, the slot of each row; a stage that is not named has one.
     """
 
     decodes: ClassVar[bool] = True
@@ -228,9 +235,10 @@ class RowStore:
         ends: Sequence[tuple[int, int]],
         pos_W1: Tensor,
         at_W: Tensor,
-        slots: dict[str, tuple[Sequence[int], Tensor]],
+        slots: dict[str, Sequence[int]],
     ) -> None:
         self.arena, self.n_tokens, self.ends, self.pos_W1, self.at_W, self.slots = arena, 1, ends, pos_W1, at_W, slots
+        self._places: dict[str, Tensor] = {}
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -245,22 +253,30 @@ class RowStore:
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> RowKeys:
         """As `KeyStore.write`, each row in its slot of the stage, whatever loop is named."""
         stage, layer, _ = slot
-        (k_slots, v_slots), slots = self.arena.kv[stage][:, layer], self.slots.get(stage)
-        for kv, x_BGTK in ((k_slots, k_BGTK), (v_slots, v_BGTK)):
-            if slots is None:
-                kv[0][:, self.at_W] = x_BGTK[:, :, 0].transpose(0, 1).to(kv.dtype)
-            else:
-                kv[slots[1], :, self.at_W] = x_BGTK[:, :, 0].to(kv.dtype)
-        return self._rows(k_slots, v_slots, slots)
+        slabs, places_N = self.arena.slabs(stage, layer), self._places.get(stage)
+        if places_N is None:
+            places_N = self._places[stage] = self._at(stage)
+        for kv, x_BGTK in zip(slabs, (k_BGTK, v_BGTK), strict=True):
+            kv.view(-1, kv.size(-1)).index_copy_(0, places_N, x_BGTK.reshape(-1, kv.size(-1)).to(kv.dtype))
+        return self._rows(*slabs, stage)
 
     def stored(self, slot: Slot) -> RowKeys:
         """All keys and values that each row may see."""
         stage, layer, _ = slot
-        k_slots, v_slots = self.arena.kv[stage][:, layer]
-        return self._rows(k_slots, v_slots, self.slots.get(stage))
+        return self._rows(*self.arena.slabs(stage, layer), stage)
 
-    def _rows(self, k: Tensor, v: Tensor, slots: tuple[Sequence[int], Tensor] | None) -> RowKeys:
-        places = slots[0] if slots is not None else (0,) * len(self.ends)
+    def _at(self, stage: str) -> Tensor:
+        """Where each row's heads are in a slab, its dimensions before the last taken as one, [W G]."""
+        n_heads, n_tokens = self.arena.kv[stage].shape[3:5]
+        head_G = torch.arange(n_heads, device=self.at_W.device)
+        at_WG = self.at_W[:, None] + head_G * n_tokens
+        if stage in self.slots:
+            slots_W = torch.tensor(self.slots[stage], device=self.at_W.device)
+            at_WG = at_WG + slots_W[:, None] * (n_heads * n_tokens)
+        return at_WG.flatten()
+
+    def _rows(self, k: Tensor, v: Tensor, stage: str) -> RowKeys:
+        places = self.slots.get(stage, (0,) * len(self.ends))
         # One view a row and no slices of slices: with many rows they would take a third of the attention's time.
         heads, width, (of_slot, of_head, of_token, one) = k.size(1), k.size(3), k.stride()
         form = [

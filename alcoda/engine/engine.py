@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
@@ -22,6 +23,7 @@ from alcoda.engine.runner import Runner
 from alcoda.engine.sampling import Drawn, Row, draw
 from alcoda.engine.scheduler import Coda, Core, Part, Piece, Scheduler
 from alcoda.engine.stats import Stats
+from alcoda.engine.threads import threads_for
 from alcoda.errors import RunError, UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.lm import RecurrentLM
@@ -112,6 +114,8 @@ class Engine:
         self.scheduler = Scheduler(
             options.width, self._min_coda, self._piece_tokens, options.draft_loops, options.refill, self._kind
         )
+        # Bits are of how many threads there are, too.
+        self.threads = None if options.deterministic or self.runner.device.type != "cpu" else threads_for(model)
         self.running: set[Completion] = set()
         self.stats = Stats()
         self._times = {kind: LaunchTime() for kind in ("core", "coda")}
@@ -198,7 +202,7 @@ class Engine:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Completion] | None:
         """One launch; the completions that have a new token or have ended, None where there is nothing to do."""
         began = perf_counter()
@@ -216,11 +220,13 @@ class Engine:
             return list(self._changed) or None
         match launch:
             case Core(items):
-                self._try(_completions(items), lambda: self._core(items))
+                self._try(_completions(items), lambda: self._core(items), ("core", len(items)))
             case Piece(parts):
-                self._try([part.completion for part in parts], lambda: self._piece(parts))
+                n_tokens = sum(part.stop - part.start for part in parts)
+                self._try([part.completion for part in parts], lambda: self._piece(parts), ("piece", n_tokens))
             case Coda(leaving, drafting):
-                self._try(_completions([*leaving, *drafting]), lambda: self._coda(leaving, drafting))
+                items = [*leaving, *drafting]
+                self._try(_completions(items), lambda: self._coda(leaving, drafting), ("coda", len(items)))
         self.stats.wall_s += perf_counter() - began
         return list(self._changed)
 
@@ -254,10 +260,11 @@ class Engine:
         assert arena.n_free == arena.n_tokens, f"{arena.n_tokens - arena.n_free} tokens of the cache are not free"
         assert len(self.runner.free_rows) == self.places + self.options.width, "rows are not free"
 
-    def _try(self, completions: list[Completion], launch: Any) -> None:
-        """A launch; where it fails, so do those that are in it, and nobody else."""
+    def _try(self, completions: list[Completion], launch: Any, like: tuple[str, int] | None = None) -> None:
+        """A launch, of a kind and so many rows; where it fails, so do those that are in it, and nobody else."""
         try:
-            launch()
+            with nullcontext() if self.threads is None or like is None else self.threads.launch(*like):
+                launch()
         except Exception as error:
             reason = str(error) if isinstance(error, UsageError | RunError) else f"{type(error).__name__}: {error}"
             for completion in completions:

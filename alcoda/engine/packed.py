@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alcoda.engine.fused import fused, is_plain
 from alcoda.model.head import TiedHead
 from alcoda.model.lm import RecurrentLM
-from alcoda.model.precision import HeldLinear
+from alcoda.model.mlp import SwiGluModule
 from alcoda.training.device import is_small
 
 ROWS = 8
@@ -63,6 +65,21 @@ class PackedLinear(nn.Module):
         return product(input, self.laid_out, self.bias)
 
 
+class PackedSwiGlu(nn.Module):
+    """A `SwiGluModule` in bf16 of weights that are laid out, its activation and its product made as the maps before
+    them are. For inference."""
+
+    def __init__(self, mlp: SwiGluModule) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = PackedLinear(mlp.gate), PackedLinear(mlp.up), PackedLinear(mlp.down)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD, (gate, up) = x_BTD.to(torch.bfloat16), (self.gate, self.up)
+        y_BTF = torch.ops.mkldnn._linear_pointwise(x_BTD, gate.laid_out, gate.bias, "swish", [], "")
+        y_BTF = torch.ops.mkldnn._linear_pointwise.binary(x_BTD, y_BTF, up.laid_out, up.bias, "mul")
+        return self.down(y_BTF)
+
+
 class PlainHead(TiedHead):
     """A head in bf16 of the weights as they are, which are not held twice: a matrix of so many outputs times a few
     columns is as fast as if it were laid out. For inference."""
@@ -104,7 +121,7 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     state = _state(model), in_bf16
     found = _SERVED.get(model)
     if found is None or found[0] != state:
-        packed = _packed(model, PackedLinear if in_bf16 else _turned)
+        packed = _packed(model, _part_in_bf16 if in_bf16 else partial(fused, lay=_turned))
         if in_bf16:
             packed.head = PlainHead(model.head_weight_VD)
         elif type(model.head) is TiedHead:
@@ -120,7 +137,7 @@ def release(model: RecurrentLM, dtype: torch.dtype) -> None:
         return
     in_bf16 = torch.bfloat16 in (dtype, model.embed.weight.dtype)
     for module in model.modules():
-        if type(module) in (nn.Linear, HeldLinear):
+        if is_plain(module):
             module.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
     _SERVED[model] = ((_state(model), in_bf16), packed)
 
@@ -136,12 +153,19 @@ def _state(model: RecurrentLM) -> list[tuple[int, int]]:
     return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
-def _packed(module: Any, lay: Callable[[nn.Linear], nn.Module]) -> Any:
-    """A copy of a module tree that shares all but the weights of its linear maps."""
-    if type(module) in (nn.Linear, HeldLinear):  # others round in their own way
-        return lay(module)
+def _part_in_bf16(module: nn.Module) -> nn.Module | None:
+    if type(module) is SwiGluModule and all(map(is_plain, (module.gate, module.up, module.down))):
+        return PackedSwiGlu(module)
+    return fused(module, PackedLinear)
+
+
+def _packed(module: Any, part: Callable[[nn.Module], nn.Module | None]) -> Any:
+    """A copy of a module tree that shares all but those of which there is another ``part``."""
+    found = part(module)
+    if found is not None:
+        return found
     new = copy.copy(module)
-    new._modules = {name: None if child is None else _packed(child, lay) for name, child in module._modules.items()}
+    new._modules = {name: None if child is None else _packed(child, part) for name, child in module._modules.items()}
     return new
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,11 +51,11 @@ class Bank:
             if part.dtype != x.dtype:
                 dtype = torch.promote_types(part.dtype, x.dtype)
                 self.parts[i], x = part.to(dtype), x.to(dtype)
-            self.parts[i][rows_N] = x
+            self.parts[i].index_copy_(0, rows_N, x)
 
     def take(self, rows_N: Tensor) -> list[Tensor]:
         """Of some rows, what was put last."""
-        return [] if self.parts is None else [part[rows_N] for part in self.parts]
+        return [] if self.parts is None else [part.index_select(0, rows_N) for part in self.parts]
 
 
 class Rows(NamedTuple):
@@ -142,7 +144,7 @@ class Runner:
         rows = self._rows(items)
         with self.passes(), self.in_model:
             memory_BTD = self._memories(rows.items)
-            begun, state = self.model.begin(rows.ids_W1, self.n_loops, memory_BTD=memory_BTD, store=rows.store)
+            begun, state = self.model.begin(rows.ids_W1, self.n_loops, memory_BTD, self._opened(rows))
         n, rows_N = len(items), rows.rows_W[: len(items)]
         self.state.put(rows_N, [x[:n] for x in (state.h_BTD, *state.kept)])
         # A state that comes of the anchor is in the type of the stream from its first loop on.
@@ -298,19 +300,18 @@ class Runner:
         core = [self._core_slot(item) for item in filled]
         loops = [*coda_loops, *[0] * (len(filled) - len(coda_loops))]
         coda = [loop if item.completion.coda_per_loop else 0 for loop, item in zip(loops, filled, strict=True)]
-        # All numbers of a launch in one tensor: making seven takes as long as a small layer.
-        lines = [
-            [item.row for item in filled],
-            [item.loops for item in filled],
-            [item.token for item in filled],
-            positions,
-            [stop - 1 for _, stop in ends],
-            core,
-            coda,
-        ]
-        rows_W, loops_W, ids_W, pos_W, at_W, core_W, coda_W = torch.tensor(lines, device=self.device).unbind()
-        slots: dict[str, tuple[Sequence[int], Tensor]] = {CORE: (core, core_W), CODA: (coda, coda_W)}
-        store = RowStore(self.arena, ends, pos_W[:, None], at_W, slots)
+        # All numbers of a launch in one tensor, by numpy: torch takes as long as a small layer to make one of lists.
+        lines = np.array(
+            [
+                [item.row for item in filled],
+                [item.loops for item in filled],
+                [item.token for item in filled],
+                positions,
+                [stop - 1 for _, stop in ends],
+            ]
+        )
+        rows_W, loops_W, ids_W, pos_W, at_W = torch.from_numpy(lines).to(self.device).unbind()
+        store = RowStore(self.arena, ends, pos_W[:, None], at_W, {CORE: core, CODA: coda})
         return Rows(filled, max(positions) + 1, rows_W, loops_W, ids_W[:, None], store)
 
     def _core_slot(self, item: Item) -> int:
@@ -320,14 +321,17 @@ class Runner:
     def _span(self, item: Item) -> Span:
         return self.arena.filling if item is self.filler else _span(item)
 
-    def _context(self, rows: Rows) -> Context:
-        """Of a loop, or of the coda; as `RecurrentLM.begin` makes it."""
+    def _opened(self, rows: Rows) -> Context:
+        """Of tokens that begin; as `RecurrentLM.begin` makes it."""
         pos_W1 = rows.store.pos_W1
-        recall = self.recall.take(rows.rows_W)
-        told = Recall(recall[0], recall[1], tuple(recall[2:])) if recall else None
-        rotation = self._turned(pos_W1, rows.n_positions)
+        self.model.position.check(rows.n_positions)
         views = of_windows(RowsView(pos_W1), self.windows)
-        return Context(rows.ids_W1, views, rotation, rows.store, n_tokens=1, recall=told)
+        return Context(rows.ids_W1, views, self._turned(pos_W1, rows.n_positions), rows.store, n_tokens=1)
+
+    def _context(self, rows: Rows) -> Context:
+        """Of a loop, or of the coda."""
+        context, recall = self._opened(rows), self.recall.take(rows.rows_W)
+        return replace(context, recall=Recall(recall[0], recall[1], tuple(recall[2:]))) if recall else context
 
     def _turned(self, pos_W1: Tensor, n_positions: int) -> Rotation | None:
         """The rotation at some positions, from a table: making it anew costs as much as a small layer."""

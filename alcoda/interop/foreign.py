@@ -16,10 +16,11 @@ from torch import Tensor
 from alcoda import progress
 from alcoda.config import validate
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, some
 from alcoda.files import read_json
+from alcoda.interop.hub import is_hub_name
 from alcoda.interop.layout import Layout, Take
-from alcoda.interop.tensors import FLOATS, PICKLED, Tensors, some
+from alcoda.interop.tensors import FLOATS, PICKLED, Tensors
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.run import RunFolder
@@ -104,8 +105,11 @@ def _said(path: Path) -> Path:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether ``path`` is a file of weights, or a folder of another project or what is left of one; no run of ours."""
+    """Whether ``path`` is a file of weights, a folder of another project or what is left of one, or a name of the hub's
+    (`is_hub_name`); no run of ours."""
     folder = Path(path)
+    if is_hub_name(path):
+        return True
     if folder.is_file():
         return folder.suffix not in (".yaml", ".yml", ".json")  # a recipe, most likely
     if not folder.is_dir() or RunFolder(folder).exists:

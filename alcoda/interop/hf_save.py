@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from alcoda.depth.tiers import Tiers
 from alcoda.errors import UsageError
 from alcoda.files import whole_folder, write_json, write_text
 from alcoda.interop.foreign import CONFIG
-from alcoda.interop.hf_layout import ARCHITECTURE, MODEL_TYPE, OURS, PREFIX, tool_fields
+from alcoda.interop.hf_code import AUTO_MAP, outside, write_code
+from alcoda.interop.hf_config import ARCHITECTURE, MODEL_TYPE, OURS, PREFIX, check_exports, tool_fields
 from alcoda.interop.tensors import INDEX, WEIGHTS
 from alcoda.interop.text import TOKENIZER, build_tokenizer, find_tokenizer
 from alcoda.model.config import ModelConfig
+from alcoda.model.merge import merged
 from alcoda.training import stream
 from alcoda.training.device import DTYPES
 from alcoda.training.load import LoadedRun
@@ -43,6 +45,7 @@ class Saved:
         weights_bytes: of their files.
         n_shards: of those.
         has_tokenizer, has_exits: whether it reads text, and has calibrated exits.
+        has_code: whether transformers runs it without alcoda: not where the model has choices of a plugin.
     """
 
     path: Path
@@ -52,25 +55,16 @@ class Saved:
     n_shards: int
     has_tokenizer: bool
     has_exits: bool
+    has_code: bool
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "path": str(self.path)}
 
 
-def check_exports(model: ModelConfig) -> None:
-    """UsageError where transformers could not run such a model."""
-    if model.memory.carries:
-        raise UsageError(
-            f"this model has a memory (model.memory {model.memory.kind!r}): what a token is told depends on how the "
-            "text before it was read (docs/design/axes/prefill.md), for which transformers' forward and generate have "
-            "no argument. alcoda pack hands it on as a run"
-        )
-
-
 def save_pretrained(
     loaded: LoadedRun, folder: str | Path, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Saved:
-    """Write a folder that transformers (with alcoda) and `alcoda.load` read.
+    """Write a folder that transformers (with alcoda, and with the code that goes along) and `alcoda.load` read.
 
     Args:
         folder: new, or empty.
@@ -81,6 +75,8 @@ def save_pretrained(
     Raises:
         UsageError: a model with a memory, an unknown dtype, a folder that is not empty.
     """
+    has_exits = _has_exits(loaded)  # of the model as it was calibrated
+    loaded = _merged(loaded)
     out, model = Path(folder), loaded.recipe.model
     check_exports(model)
     if dtype is not None and dtype not in DTYPES:
@@ -94,21 +90,30 @@ def save_pretrained(
     widest = "float32" if torch.float32 in types.values() else "bfloat16"
     params = sum(tensor.numel() for tensor in weights.values())
     tokenizer = None if loaded.tokenizer.kind == "none" else loaded.tokenizer
-    has_exits = _has_exits(loaded)
     if out.exists():
         out.rmdir()
     with whole_folder(out) as new:
         shards = _write_weights(new, weights, types, max_shard_bytes)
         ids = {} if tokenizer is None else _ids(tokenizer)
-        write_json(new / CONFIG, _config(loaded, widest, ids))
+        has_code = write_code(new, model)
+        write_json(new / CONFIG, _config(loaded, widest, ids, has_code))
         write_json(new / "generation_config.json", _generation(model, tokenizer, ids))
         if tokenizer is not None:
             _write_tokenizer(new, tokenizer, model)
         if has_exits:
             _write_exits(new, loaded)
-        write_text(new / "README.md", card(loaded, params, widest, has_exits))
+        write_text(new / "README.md", card(loaded, params, widest, has_exits, has_code))
     size = sum((out / name).stat().st_size for name in shards)
-    return Saved(out, params, widest, size, len(shards), tokenizer is not None, has_exits)
+    return Saved(out, params, widest, size, len(shards), tokenizer is not None, has_exits, has_code)
+
+
+def _merged(loaded: LoadedRun) -> LoadedRun:
+    """The same model with its adapter, if it has one, in its weights."""
+    model = merged(loaded.model)
+    if model is loaded.model:
+        return loaded
+    recipe = loaded.recipe.model_copy(update={"model": model.config, "trainable": None})
+    return replace(loaded, model=model, recipe=recipe)
 
 
 def _types(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, torch.dtype]:
@@ -152,7 +157,7 @@ def _write_weights(
     return files
 
 
-def _config(loaded: LoadedRun, dtype: str, ids: Mapping[str, int]) -> dict[str, Any]:
+def _config(loaded: LoadedRun, dtype: str, ids: Mapping[str, int], has_code: bool) -> dict[str, Any]:
     """config.json."""
     recipe = loaded.recipe
     # What goes with a model besides: without it, some models make no valid recipe.
@@ -162,6 +167,7 @@ def _config(loaded: LoadedRun, dtype: str, ids: Mapping[str, int]) -> dict[str, 
     return {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
+        **({"auto_map": AUTO_MAP} if has_code else {}),
         "dtype": dtype,
         **tool_fields(recipe.model),
         "num_loops": recipe.model.n_loops,
@@ -212,7 +218,8 @@ def _write_exits(folder: Path, loaded: LoadedRun) -> None:
     # The same tokens by another file: it says which one a text begins with.
     vocab_size = loaded.recipe.model.vocab_size
     there = build_tokenizer(find_tokenizer(folder, vocab_size), vocab_size, folder)
-    tiers.model_copy(update={"tokenizer": there.sha256}).save(folder / loaded.run.exits_json.name)
+    now = {"tokenizer": there.sha256, "model": fingerprint(loaded.model)}
+    tiers.model_copy(update=now).save(folder / loaded.run.exits_json.name)
     if loaded.run.probe.exists():
         shutil.copyfile(loaded.run.probe, folder / loaded.run.probe.name)
 
@@ -226,7 +233,23 @@ def _has_exits(loaded: LoadedRun) -> bool:
     return tiers.model == fingerprint(loaded.model) and tiers.tokenizer == loaded.tokenizer.sha256
 
 
-def card(loaded: LoadedRun, params: int, dtype: str, has_exits: bool) -> str:
+def _without(has_code: bool, axes: set[str]) -> list[str]:
+    """How to do without alcoda, for the card."""
+    if not has_code:
+        return [f"It needs alcoda: its {', '.join(sorted(axes))} is of a plugin, which has to be loaded too.", ""]
+    return [
+        "Without alcoda (`pip install transformers torch pydantic safetensors`) the same model runs by the code in "
+        "this folder, which is alcoda's own. Read it, or trust who gave you the folder, before you let it run:",
+        "",
+        "```python",
+        'tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)',
+        'model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)',
+        "```",
+        "",
+    ]
+
+
+def card(loaded: LoadedRun, params: int, dtype: str, has_exits: bool, has_code: bool) -> str:
     """The model card, in Markdown, with the front matter that the hub reads. Licence and language are for whoever
     publishes it: the run does not know them."""
     recipe, model = loaded.recipe, loaded.recipe.model
@@ -257,6 +280,7 @@ def card(loaded: LoadedRun, params: int, dtype: str, has_exits: bool) -> str:
         f"print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=32{how})))",
         "```",
         "",
+        *_without(has_code, {one.partition(":")[0] for one in outside(model)}),
         "With alcoda alone:",
         "",
         "```python",

@@ -12,6 +12,15 @@ FILES = ("*.json", "*.safetensors")
 """Nothing else is fetched: no code, no pickled weights."""
 
 
+_NAME = r"[\w-][\w.-]*/[\w-][\w.-]*"
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether ``path`` is a string that names a model of the hub. It names a folder where the first part of it is one:
+    what is missing there is looked for nowhere else."""
+    return isinstance(path, str) and re.fullmatch(_NAME, path) is not None and not Path(path).parent.exists()
+
+
 def find_folder(path: str | Path) -> Path:
     """The folder ``path``; or, where there is none, that of the hub's model of this name (``org/name``), fetched.
 
@@ -22,7 +31,7 @@ def find_folder(path: str | Path) -> Path:
     if Path(path).exists():
         return Path(path)
     name = str(path)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    if not re.fullmatch(_NAME, name):
         raise UsageError(
             f"there is no folder {path}: give one with config.json and safetensors, or the name of a model of the "
             "Hugging Face hub (org/name)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from alcoda.interop.hub import find_folder
 from alcoda.interop.layouts import LAYOUTS
 from alcoda.interop.onefile import open_file
 from alcoda.interop.text import TOKENIZER, tokenizer_of
+from alcoda.model.config import ModelConfig
+from alcoda.model.recurrence.state_init import Noise
 from alcoda.training import checkpoint, shard
 from alcoda.training.device import DTYPES, decode_dtype, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.load import LoadedRun
@@ -60,7 +62,8 @@ def open_any(path: str | Path) -> Foreign:
 
 
 def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") -> LoadedRun:
-    """The model in a folder (or file) of another project; nothing is written.
+    """The model in a folder (or file) of another project, or of the hub by its name; nothing is written but the hub's
+    cache.
 
     No more memory is needed than the model takes and its largest tensor.
 
@@ -70,7 +73,7 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
     Raises:
         UsageError, RunError: as `open_foreign`.
     """
-    found = open_any(path)
+    found = open_any(find_folder(path))
     config, tokenizer = tokenizer_of(found)
     recipe = recipe_of(found, config, _is_fp32(found))
     on = pick_device(device)
@@ -84,7 +87,11 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
 
 
 def import_model(
-    path: str | Path, out: str | Path | None = None, dtype: str | None = None, eot: str | None = None
+    path: str | Path,
+    out: str | Path | None = None,
+    dtype: str | None = None,
+    eot: str | None = None,
+    noise: bool = False,
 ) -> Imported:
     """Write a run of a checkpoint of another project: everything works on it, but to be resumed.
 
@@ -96,6 +103,8 @@ def import_model(
         out: the run's folder; ``runs/NAME`` where None.
         dtype: of the weights: ``bfloat16`` or ``float32``; None: as they are (float16 as float32).
         eot: its end-of-text token, where the folder does not say it.
+        noise: whether the state begins as noise at evaluation too (a function of seed and position), and not as zeros;
+            of a model that was trained with noise.
 
     Raises:
         UsageError, RunError: as `open_foreign`; ``out`` is not empty; the hub cannot be reached.
@@ -107,6 +116,8 @@ def import_model(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already and not empty: give another folder")
     found = open_any(find_folder(path))
+    if noise:
+        found = replace(found, model=_with_noise(found.model))
     config, tokenizer = tokenizer_of(found, eot)
     like = {
         key: torch.empty_like(tensor, dtype=DTYPES[dtype] if dtype else _kept(found.dtype(key)), device="meta")
@@ -131,6 +142,15 @@ def import_model(
     (file,) = RunFolder(out).checkpoints.glob(f"*/{checkpoint.WEIGHTS}")
     params = sum(tensor.numel() for tensor in like.values())
     return Imported(out, found.layout.name, params, ", ".join(types), file.stat().st_size, isinstance(config, File))
+
+
+def _with_noise(model: ModelConfig) -> ModelConfig:
+    if not isinstance(model.state_init, Noise):
+        raise UsageError(
+            f"noise: this model's state does not begin as noise (model.state_init {model.state_init.kind!r}), so there "
+            "is none to ask for; leave it out"
+        )
+    return model.model_copy(update={"state_init": model.state_init.model_copy(update={"at_eval": "by_position"})})
 
 
 def recipe_of(found: Foreign, tokenizer: TokenizerConfig, is_fp32: bool, name: str | None = None) -> Recipe:

@@ -9,11 +9,11 @@ import tokenizers
 from torch import Tensor
 
 from alcoda.data.tokenizer import COMMON_EOTS, Tokenizer
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, some
 from alcoda.interop import gguf, llama2c, sentencepiece
 from alcoda.interop.foreign import Foreign, fit
 from alcoda.interop.layouts import LAYOUTS
-from alcoda.interop.tensors import FLOATS, About, Tensors, some
+from alcoda.interop.tensors import FLOATS, About, Tensors
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.interop.foreign import is_foreign
+from alcoda.interop.hub import find_folder
 from alcoda.interop.load import open_any
 from alcoda.interop.text import tokenizer_of
 from alcoda.model.config import ModelConfig
@@ -42,8 +43,9 @@ def open_source(path: str | Path) -> Source:
         UsageError: none of these, or one that we cannot express.
         RunError: damaged files.
     """
-    path = Path(path)
-    if is_foreign(path):
+    is_other = is_foreign(path)
+    path = find_folder(path) if is_other else Path(path)
+    if is_other:
         found = open_any(path)
         weights = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in found.weights()}
         about = {"name": path.name, "layout": found.layout.name, "sha256": found.tensors.sha256}

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, some
 from alcoda.files import read_json, sha256
 from alcoda.training import stream
 
@@ -63,12 +63,6 @@ class Tensors:
         """What tells the weights apart: the hash of their file, or of the hashes of the shards."""
         hashes = [sha256(file) for file in self.files]
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def some(names: list[str], most: int = 8) -> str:
-    """Names for a message, at most so many of them, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _not_in(about: dict[str, About], name: str, file: str) -> bool:

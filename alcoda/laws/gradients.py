@@ -116,17 +116,20 @@ def every_parameter(subject: Subject) -> None:
 
 
 def detached(model: RecurrentLM, n_loops: int, n_free: int) -> tuple[Tensor, Grads]:
-    """The loop, with what each of ``n_free`` loops makes detached by hand. Nothing else is: the anchor stays."""
+    """The loop, with what each of ``n_free`` loops makes detached by hand. Nothing else is: the anchor stays,
+    and what a router knew before the first loop."""
     config, ids_BT = model.config, tokens(B, T)
     torch.manual_seed(3)
     begun, state = model.begin(ids_BT, n_loops)
     for loop in range(n_loops):
         state = model.loop(begun, state, loop)
         if loop < n_free:
-            # A route puts everything back, and so makes it anew; else what is kept of earlier states is handed on as it
-            # is, the anchor too.
-            all_new = config.route.gathers
-            state = state.map(Tensor.detach) if all_new else state._replace(h_BTD=state.h_BTD.detach())
+            # A route puts states back, and so makes them anew; else what is kept of earlier ones is handed on as it is,
+            # the anchor too.
+            made = state.map(Tensor.detach)
+            state = state._replace(h_BTD=made.h_BTD, kept=made.kept if config.route.gathers else state.kept)
+            if not config.route.reads_anchor:
+                state = state._replace(aux_BT=made.aux_BT)
     return loss_and_grads(model, model.read_out(begun, state, n_loops - 1), ids_BT)
 
 

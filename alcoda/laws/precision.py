@@ -6,8 +6,6 @@ import shutil
 import warnings
 
 import torch
-import torch._dynamo
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -96,6 +94,8 @@ def compiler() -> str | None:
 
 def eager_and_compiled(model: RecurrentLM, other: RecurrentLM, trains: bool) -> tuple[RecurrentLM, RecurrentLM]:
     """Two models of the same weights in fp32, the second with its stacks compiled, as training compiles them."""
+    import torch._dynamo  # the compiler, where it is asked for: it takes as long to load as half of torch
+
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager, compiled = (m.float().train(trains) for m in (model, other))
@@ -107,6 +107,9 @@ def eager_and_compiled(model: RecurrentLM, other: RecurrentLM, trains: bool) -> 
 
 def check_compiled(eager: RecurrentLM, compiled: RecurrentLM, trains: bool) -> None:
     """The loop is not compiled, so another depth compiles nothing new."""
+    import torch._dynamo
+    import torch._inductor.config
+
     few, more = at_most(eager.config, 2), at_most(eager.config, 5)
     with warnings.catch_warnings(), torch._inductor.config.patch(compile_threads=1):  # a pool takes longer to start
         warnings.simplefilter("ignore")  # of the compiler's own making
@@ -120,6 +123,7 @@ def check_compiled(eager: RecurrentLM, compiled: RecurrentLM, trains: bool) -> N
 
 def compiled(subject: Subject) -> None:
     """Inference, and training."""
+    import torch._dynamo
 
     def check(trains: bool) -> None:
         check_compiled(*eager_and_compiled(subject.model(), subject.model(), trains), trains)

@@ -111,7 +111,8 @@ class ModelConfig(Config):
     @property
     def anchor_reaches_loop(self) -> bool:
         """Whether loops read the prelude's output otherwise than through the state before them."""
-        return self.inject.carries_anchor or self.update.reads_anchor or self.keys.carries_anchor
+        reads = self.update.reads_anchor or self.route.reads_anchor
+        return reads or self.inject.carries_anchor or self.keys.carries_anchor
 
     def check_loops(self, n_loops: int, name: str = "loops") -> int:
         """``n_loops``, if the model can run so many; UsageError otherwise."""

@@ -285,4 +285,4 @@ def _core(model: ModelConfig, shape: Shape) -> list[Part]:
         own_scores = model.keys.own_keys and part.name.endswith(".scores")
         parts.append(replace(part, per="scores" if own_scores else "step", shared=model.sharing.shares_stack))
     own = model.sharing.cost(total(*(part.cost for part in stack)), model.n_loops)
-    return [*parts, Part("core.own", own, "step")]
+    return [*parts, Part("core.own", own, "step", shared=model.sharing.is_tied)]

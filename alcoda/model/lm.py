@@ -105,11 +105,20 @@ class RecurrentLM(nn.Module):
             if loop + 1 in loops:
                 yield self.read_out(begun, state, loop)
 
-    def begin(self, ids_BT: Tensor, n_loops: int, memory_BTD: Tensor | None = None, **at: Any) -> tuple[Begun, State]:
+    def begin(
+        self,
+        ids_BT: Tensor,
+        n_loops: int,
+        memory_BTD: Tensor | None = None,
+        context: Context | None = None,
+        **at: Any,
+    ) -> tuple[Begun, State]:
         """All before the first loop of a pass over the tokens ``ids_BT``. ``memory_BTD``: what each is told of earlier
-        ones (`MemoryModule.recall`; None: zero), ``at`` positions, padding and where keys go (`open_context`)."""
-        windows, dtype = self.config.block.windows(), self.embed.weight.dtype
-        context = open_context(ids_BT, n_loops, self.position, windows, dtype, **at)
+        ones (`MemoryModule.recall`; None: zero), ``at`` positions, padding and where keys go (`open_context`), or the
+        ``context`` that it would open."""
+        if context is None:
+            windows, dtype = self.config.block.windows(), self.embed.weight.dtype
+            context = open_context(ids_BT, n_loops, self.position, windows, dtype, **at)
         x_BTD = self.position.embed(self.embedding(self.embed(ids_BT)), context.pos)
         context = self.memory.enter(context, x_BTD, memory_BTD)
         e_BTD, early_BTD = self.prelude(x_BTD, context)

@@ -152,4 +152,4 @@ def rotate(x_BHTK: Tensor, rotation: Rotation | None) -> Tensor:
     else:
         first, second = x_BHTK.chunk(2, -1)
         swapped = torch.cat([second, first], -1)
-    return x_BHTK * rotation.cos + swapped * rotation.sin
+    return torch.addcmul(x_BHTK * rotation.cos, swapped, rotation.sin)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from importlib.metadata import version as version_of
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -22,8 +21,7 @@ from alcoda.serve.metrics import CONTENT_TYPE
 from alcoda.serve.protocol import ChatBody, CompletionBody, TokenizeBody, read
 from alcoda.serve.schema import documented
 from alcoda.serve.worker import Worker, described
-
-VERSION = version_of("alcoda")
+from alcoda.version import __version__
 
 
 def make_app(worker: Worker) -> FastAPI:
@@ -54,7 +52,7 @@ def make_app(worker: Worker) -> FastAPI:
     )
     app = FastAPI(
         title="alcoda",
-        version=VERSION,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=life,
@@ -121,7 +119,7 @@ def _health(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/version", summary="Of alcoda.")
     async def version() -> Response:
-        return json_response({"version": VERSION})
+        return json_response({"version": __version__})
 
 
 def _routes(app: FastAPI, worker: Worker) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.depth.record import fingerprint
-from alcoda.depth.rules import ExitRule, Probe, read_rule, rules
-from alcoda.depth.tiers import Tiers, command, unknown
-from alcoda.depth.watch import ExitTest
+from alcoda.depth.rules import ExitRule
+from alcoda.depth.tiers import Exit, find_exit
 from alcoda.errors import RunError, UsageError, did_you_mean
-from alcoda.files import sha256
 from alcoda.model.cache_policy import CachePolicy, pick_cache
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.prefill import Prefill, Reading, prefills
@@ -23,14 +20,6 @@ from alcoda.training import checkpoint
 from alcoda.training.device import decode_dtype, keep_freed_memory, pick_device, pick_dtype
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
-
-
-class Exit(NamedTuple):
-    """When tokens leave: a rule, the same at work, and the calibrated tier that it is of, if it is of one."""
-
-    rule: ExitRule
-    test: ExitTest
-    tier: str | None
 
 
 @dataclass(frozen=True)
@@ -113,40 +102,7 @@ class LoadedRun:
             UsageError: no such rule or tier; one that the model cannot be left by; a tier of other weights, another
                 tokenizer, another depth.
         """
-        if isinstance(choice, str) and choice.partition(":")[0] not in rules():
-            return self._tier(choice, loops, threshold)
-        rule = read_rule(choice, threshold) if isinstance(choice, str) else choice
-        return Exit(rule, self._at_work(rule, self.recipe.model.n_loops if loops is None else loops), None)
-
-    def _tier(self, name: str, loops: int | None, threshold: float | Sequence[float] | None) -> Exit:
-        path = self.run.exits_json
-        if not path.is_file():
-            raise UsageError(
-                f"{unknown(name, [])}. Or is it a calibrated tier? {self.run.path} has none: {command(path)} makes them"
-            )
-        tiers = Tiers.load(path)
-        tier = tiers.tier(name)
-        tiers.check(path, fingerprint(self.model), self.tokenizer.sha256)
-        if threshold is not None:
-            raise UsageError(f"threshold={threshold}: tier {name!r} has thresholds of its own; leave it out")
-        if loops not in (None, tiers.n_loops):
-            raise UsageError(
-                f"loops={loops}: tier {name!r} was calibrated at {tiers.n_loops} loops; leave loops out, or run "
-                f"{command(path)} --loops {loops}"
-            )
-        if tier.probe is not None and (not self.run.probe.is_file() or sha256(self.run.probe) != tier.probe):
-            raise UsageError(
-                f"{self.run.probe} is not the probe that tier {name!r} was calibrated with; calibrate anew: "
-                f"{command(path)} --rule probe"
-            )
-        return Exit(tier.rule, self._at_work(tier.rule, tiers.n_loops), name)
-
-    def _at_work(self, rule: ExitRule, n_loops: int) -> ExitTest:
-        if isinstance(rule, Probe) and rule.weights is None:
-            if not self.run.probe.is_file():
-                raise UsageError(f"exit probe: {self.run.path} has none; alcoda probe {self.run.path} fits one")
-            rule = rule.model_copy(update={"weights": str(self.run.probe)})
-        return rule.build(self.model, n_loops)
+        return find_exit(choice, self.model, self.run.path, self.tokenizer.sha256, loops, threshold)
 
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype: str = "auto") -> LoadedRun:

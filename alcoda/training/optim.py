@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from alcoda.config import Choice, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from alcoda.errors import UsageError
+from alcoda.training import shard
 
 Beta = Annotated[NonNegativeFloat, Field(lt=1)]
 Share = Annotated[NonNegativeFloat, Field(le=1)]
@@ -79,7 +79,7 @@ class Muon(OptimizerConfig):
         matrices, rest = self._split(model)
         built: list[Optimizer] = []
         if matrices:  # with trainable, one of the two may have nothing to do
-            kind = WholeMuon if isinstance(matrices[0], DTensor) else torch.optim.Muon
+            kind = WholeMuon if shard.is_part(matrices[0]) else torch.optim.Muon
             muon = kind(
                 matrices,
                 lr=self.lr,
@@ -125,7 +125,7 @@ class WholeMuon(torch.optim.Muon):
                 update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
                 change = _orthogonal_change(update.full_tensor(), group)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None))
+                p.add_(shard.split(change, p))
 
 
 def _orthogonal_change(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

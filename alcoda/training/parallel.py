@@ -14,14 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from alcoda.config import Bool, Choice, PositiveFloat
 from alcoda.errors import UsageError
 from alcoda.model.lm import RecurrentLM
+from alcoda.training import shard
 from alcoda.training.processes import Processes
 
 T = TypeVar("T")
@@ -209,6 +207,9 @@ class Sharded(Shared):
     def __init__(
         self, model: RecurrentLM, world_size: int, reshard_after_forward: bool, run_once: Sequence[str]
     ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # as `alcoda.training.shard` says
+
         super().__init__(model)
         mesh = init_device_mesh(model.embed.weight.device.type, (world_size,))
         for block in blocks(model, run_once):
@@ -264,7 +265,7 @@ def _sent(parameters: Iterable[Tensor], world_size: int, multiple: int) -> float
 
 def full(tensor: Tensor) -> Tensor:
     """A tensor whole, where it is sharded; every process has to ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if shard.is_part(tensor) else tensor
 
 
 def check_rows(world_size: int, batch_size: int, micro_batches: int) -> None:

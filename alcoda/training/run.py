@@ -36,6 +36,7 @@ from typing import Any
 
 from alcoda.data.prepare import Data
 from alcoda.data.tokenizer import Tokenizer
+from alcoda.depth.tiers import EXITS, PROBE
 from alcoda.errors import RunError, UsageError
 from alcoda.files import disk, read_json, whole_folder, write_json
 from alcoda.training.recipe import Recipe, load_recipe
@@ -105,8 +106,8 @@ class RunFolder:
         self.samples_json = self.path / "samples.json"
         self.caches_json = self.path / "caches.json"
         self.prefills_json = self.path / "prefills.json"
-        self.probe = self.path / "probe.safetensors"
-        self.exits_json = self.path / "exits.json"
+        self.probe = self.path / PROBE
+        self.exits_json = self.path / EXITS
         self.frontier_json = self.path / "frontier.json"
         self.harness_json = self.path / "harness.json"
         self.lab = self.path / "lab"

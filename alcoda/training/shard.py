@@ -1,41 +1,55 @@
 """Tensors that are held in parts: to disk and back (torch.distributed.checkpoint), and cut out of whole ones.
 
 Shards are safetensors files, one a process, whose headers say which part of which tensor they hold. Any number of
-processes reads them, one included, and nothing is unpickled.
+processes reads them, one included, and nothing is unpickled. torch's modules of such tensors are loaded where one
+is met: they take as long to load as half of torch, and most runs are of one process.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from alcoda.errors import RunError
 from alcoda.files import sha256
 from alcoda.training.processes import Processes
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import DTensor
+
 MODEL, OPTIMIZERS = "model.", "optimizers."
 """What names of tensors begin with: ``model.NAME``, ``optimizers.I.P.KEY`` (optimizer, parameter, and what it is)."""
 
 
+def is_part(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is held in parts."""
+    known = sys.modules.get("torch.distributed.tensor")  # loaded by whoever made one
+    return known is not None and isinstance(x, known.DTensor)
+
+
+def split(whole: Tensor, held: DTensor) -> DTensor:
+    """``whole``, which is there on every process, in parts as ``held`` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model is held in parts."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(is_part(p) for p in model.parameters())
 
 
 def like(whole: Tensor, held: Tensor) -> Tensor:
     """``whole``, which is there on every process, as ``held`` is: the same part of it, where that is of its shape."""
-    if not isinstance(held, DTensor) or whole.shape != held.shape:
-        return whole
-    return distribute_tensor(whole.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
+    return split(whole.to(held.device), held) if is_part(held) and whole.shape == held.shape else whole
 
 
 def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -52,6 +66,9 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> dic
     Raises:
         RunError: the disk refuses.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     failed: RunError | None = None
     try:
@@ -69,6 +86,8 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> dic
 
 def metadata(folder: Path, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the whole tensors in ``folder`` whose names begin so; names without that beginning."""
+    import torch.distributed.checkpoint as dcp
+
     found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name.removeprefix(prefix): (about.size, about.properties.dtype)
@@ -83,6 +102,9 @@ def read(folder: Path, prefix: str, into: dict[str, Tensor], processes: Processe
     Raises:
         RunError: they cannot be read.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     alone = processes.world_size == 1
     wanted: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in into.items()}
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -135,6 +157,6 @@ def held(optimizers: Sequence[Optimizer], name: str, shape: torch.Size, dtype: t
     if optimizers:
         parameters = [one for group in optimizers[int(i)].param_groups for one in group["params"]]
         parameter = parameters[int(p)]
-        if isinstance(parameter, DTensor) and parameter.shape == shape:
+        if is_part(parameter) and parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype)

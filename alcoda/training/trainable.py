@@ -16,6 +16,7 @@ from alcoda.model.attention import KeyProjection
 from alcoda.model.blocks import Block
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.recurrence.sharing import LoraLinear
 
 
 class InitFrom(Config):
@@ -34,21 +35,24 @@ class InitFrom(Config):
 
 def parts(model: RecurrentLM) -> dict[str, set[nn.Parameter]]:
     """What ``trainable`` may name, with its parameters: every child of the model. What a block has of the memory is of
-    ``memory`` and of the block's stack."""
+    ``memory`` and of the block's stack; terms of low rank (`model.sharing`) are of ``lora`` and of the core.
+    """
     found = {name: set(child.parameters()) for name, child in model.named_children()}
     for module in model.modules():
         if isinstance(module, Block):
             found["memory"] |= set(module.memory.parameters())
         if isinstance(module, KeyProjection):
             found["memory"] |= set(module.recall.parameters())
+        if isinstance(module, LoraLinear):
+            found.setdefault("lora", set()).update((module.down, module.up))
     return found
 
 
 def part_of(model: RecurrentLM) -> dict[str, str]:
-    """The part that each parameter is of, by name; of memory and block: the memory."""
+    """The part that each parameter is of, by name; of memory (or ``lora``) and block: the former."""
     found = parts(model)
-    memory = found["memory"]
-    return {name: "memory" if p in memory else name.split(".")[0] for name, p in model.named_parameters()}
+    inner = {p: part for part in ("memory", "lora") for p in found.get(part, ())}
+    return {name: inner.get(p, name.split(".")[0]) for name, p in model.named_parameters()}
 
 
 def check_trainable(config: ModelConfig, trainable: Sequence[str]) -> None:

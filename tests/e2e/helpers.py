@@ -19,6 +19,8 @@ from alcoda import cli
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "über", "漢字", "and", "or", "not"]
 TIMING = {"tokens_per_s", "elapsed_s"}
+NEWEST, OLDER = "step_00000008", "step_00000004"
+"""The checkpoints of the run that tests share."""
 
 
 def write_corpus(path: Path, n_documents: int = 40, n_words: int = 40, seed: int = 0) -> Path:

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from core_files import write_core
 from helpers import Cli, untouched
+from loaded import loaded
 
 import alcoda
 from alcoda import api
 from alcoda.downstream.encode import Encoder
 from alcoda.downstream.score import Scorer, points
+from alcoda.downstream.tasks import GROUPS
 
 COPA = [
     {"premise": f"It was {word}.", "choice1": "One two.", "choice2": "Three four.", "question": kind, "label": i % 2}
@@ -93,6 +95,9 @@ def test_the_list(run_cli: Cli, folder: Path) -> None:
         (["--tasks", "copa", "--loops", "x"], "whole numbers"),
         (["--tasks", "copa", "--exit", "balanced"], "balanced"),
         (["--tasks", "hellaswag"], "make tasks"),
+        (["--tasks", "mmlu"], "make tasks"),
+        (["--tasks", "copa", "--shots", len(COPA)], f"task copa has {len(COPA) - 1} documents"),
+        (["--tasks", "core/copa", "--shots", 1], "--data"),
         ([], "no task is named"),
         (["--unpack", "none.whl"], "no such file"),
     ],
@@ -179,6 +184,48 @@ def test_numbers_are_lm_evals_own(trained: Path, folder: Path) -> None:
     # The control: the depths differ, and so do their numbers.
     perplexities = [at.metrics["perplexity"].value for at in found.tasks[1].by_point]
     assert len(set(perplexities)) == 3
+
+
+def test_shots_and_a_group_are_lm_evals_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.metrics import pooled_sample_stderr
+
+    from alcoda.downstream import adapter
+
+    subjects = {"mmlu_anatomy": 5, "mmlu_virology": 3}
+    monkeypatch.setitem(GROUPS, "mmlu", tuple(subjects))
+    for i, (name, n) in enumerate(subjects.items()):
+        rows = [
+            {"question": f"is {w} {i}?", "choices": ["one", "two", "three", "four"], "answer": j % 4}
+            for j, w in enumerate("abcdefgh"[:n])
+        ]
+        write_rows(folder / f"{name}.jsonl", rows)
+        write_rows(folder / f"{name}.shots.jsonl", [{**rows[0], "question": f"shot {k}"} for k in range(2)])
+    lm = loaded(seq_len=512)
+    found = alcoda.harness(lm, ["copa", "mmlu"], [1, 3], shots=2, data=folder)
+    plainly = alcoda.harness(lm, ["copa", "mmlu"], [1, 3], data=folder)
+    assert [one.shots for one in found.tasks] == [2, 2] and found.tasks[1].n == 8
+    # The control: with shots other texts are read.
+    for one, other in zip(found.tasks, plainly.tasks, strict=True):
+        assert other.shots == 0 and one.n_tokens > other.n_tokens
+    for one, names in zip(found.tasks, (["copa"], list(subjects)), strict=True):
+        for at, loops in zip(one.by_point, (1, 3), strict=True):
+            tasks = {name: adapter.load_task(name, folder, 2) for name in names}
+            asked = {"tasks": tasks, "groups": {}, "group_map": {}}
+            said = adapter.evaluate(plain(lm, loops), asked, bootstrap_iters=100, log_samples=True)
+            assert said is not None
+            for name, task in tasks.items():
+                (first, *_) = task.instances
+                assert first.args[0].count("Answer:" if name != "copa" else "\n\n") == 3 - (name == "copa")
+                for sample in said["samples"][name]:  # no document is its own shot
+                    asks = str(sample["doc"].get("premise", sample["doc"].get("question")))
+                    assert sample["arguments"][0][0].count(asks.rstrip(".")) == 1
+            results = [said["results"][name] for name in names]
+            sizes = [len(said["samples"][name]) for name in names]
+            value = sum(r["acc,none"] * n for r, n in zip(results, sizes, strict=True)) / sum(sizes)
+            assert at.metrics["acc"].value == value
+            stderr = pooled_sample_stderr([r["acc_stderr,none"] for r in results], sizes)
+            assert at.metrics["acc"].stderr == pytest.approx(stderr, rel=1e-9)
 
 
 def test_tasks_of_ones_own(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

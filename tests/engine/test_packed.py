@@ -39,13 +39,20 @@ def tokens(model: RecurrentLM) -> list[list[int]]:
     return [one.ids for (one,) in found]
 
 
+def off(logits_BTV: torch.Tensor, exact_BTV: torch.Tensor) -> float:
+    return float((logits_BTV.double() - exact_BTV).norm() / exact_BTV.norm())
+
+
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_the_engine_says_what_it_says_without(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = in_bf16(head=head)
-    with_layout = tokens(model)
-    assert isinstance(packed.served(model, torch.float32).head, packed.PlainHead)
-    monkeypatch.setattr("alcoda.engine.runner.served", lambda model, dtype: model)
-    assert tokens(model) == with_layout
+def test_what_is_served_is_as_exact_as_the_model(head: str) -> None:
+    model, ids_BT = in_bf16(head=head), torch.arange(24)[None]
+    served = packed.served(model, torch.float32)
+    assert isinstance(served.head, packed.PlainHead)
+    assert isinstance(served.core.at(0).layers[0].mlp, packed.PackedSwiGlu)
+    with torch.no_grad():
+        exact_BTV, plain_BTV, served_BTV = (one(ids_BT) for one in (in_bf16(head=head).double(), model, served))
+    assert 0 < off(served_BTV, exact_BTV) <= 1.25 * off(plain_BTV, exact_BTV)
+    assert off(plain_BTV.roll(1, -1), exact_BTV) > 20 * off(plain_BTV, exact_BTV)
 
 
 def test_weights_that_change_are_laid_out_anew() -> None:

@@ -270,12 +270,21 @@ def test_the_hub(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert asked == [("some-lab/Ouro-tiny", ["*.json", "*.safetensors"])]  # no code, nothing pickled
     assert json.loads((made.path / "run.json").read_text())["imported"]["source"] == "some-lab/Ouro-tiny"
 
+    assert alcoda.load("some-lab/Ouro-tiny").n_loops == 4 and len(asked) == 2
+    # A path is a path: nothing is asked of the hub for what is missing there.
+    for path in ("runs/nothing", tmp_path / "nothing"):
+        with pytest.raises(UsageError):
+            alcoda.load(path)
+    assert len(asked) == 2
+
     def fails(name: str, **how: Any) -> str:
         raise OSError("no route to host\nand much more")
 
     stub(monkeypatch, fails)
     with pytest.raises(RunError, match=r"could not be fetched from the hub: no route to host$"):
         api.import_model("some-lab/other", tmp_path / "out")
+    with pytest.raises(RunError, match="could not be fetched"):
+        alcoda.load("some-lab/other")
     stub(monkeypatch, None)
     with pytest.raises(UsageError, match="pip install huggingface_hub"):
         api.import_model("some-lab/other", tmp_path / "out")

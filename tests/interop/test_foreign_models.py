@@ -56,16 +56,19 @@ def test_huginn_is_its_equations(huginn: Path) -> None:
 
 def test_huginn_from_noise_if_asked(huginn: Path, tmp_path: Path) -> None:
     """Noise of the place, so that a longer text begins as the shorter one did; from which the model goes elsewhere."""
-    api.import_model(huginn, tmp_path / "run")
-    recipe = tmp_path / "run/recipe.yaml"
-    zeros = alcoda.load(tmp_path / "run").logits(ids(), loops=1)
-    text = recipe.read_text()
-    assert "at_eval: zeros" in text
-    recipe.write_text(text.replace("at_eval: zeros", "at_eval: by_position"))
+    api.import_model(huginn, tmp_path / "zeros")
+    api.import_model(huginn, tmp_path / "run", noise=True)
+    zeros = alcoda.load(tmp_path / "zeros").logits(ids(), loops=1)
     lm = alcoda.load(tmp_path / "run")
     noise = lm.logits(ids(), loops=1)
     assert (noise - zeros).abs().max() > 0.1
     torch.testing.assert_close(lm.logits(ids()[:, :5], loops=1), noise[:, :5], rtol=0, atol=ATOL)
+
+
+def test_noise_of_a_model_that_has_none(ouro: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not begin as noise"):
+        api.import_model(ouro, tmp_path / "run", noise=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_ouro_is_its_equations(ouro: Path) -> None:

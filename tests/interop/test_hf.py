@@ -18,6 +18,7 @@ from alcoda.model.config import ModelConfig
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 hf = pytest.importorskip("alcoda.interop.hf")
+hf_model = pytest.importorskip("alcoda.interop.hf_model")
 
 PROMPTS = ["once upon a time", "b", "def main(x):"]
 N_NEW = 10
@@ -38,7 +39,7 @@ def ids(rows: int = 2, tokens: int = 11) -> torch.Tensor:
 
 
 def cache_of(out: Any) -> Any:
-    return out[hf.CACHE]
+    return out[hf_model.CACHE]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -126,7 +127,7 @@ def test_beams_chunks_and_sampling(tmp_path: Path) -> None:
         whole = model(ids()).logits
         first = model(ids()[:, :4])
         assert cache_of(first).get_seq_length() == 4
-        rest = model(ids()[:, 4:], **{hf.CACHE: cache_of(first)}).logits
+        rest = model(ids()[:, 4:], **{hf_model.CACHE: cache_of(first)}).logits
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=0, atol=1e-5)
     assert model(ids(), logits_to_keep=2, use_cache=False).logits.shape[1] == 2
 
@@ -182,7 +183,7 @@ def test_in_bf16_it_is_ours_in_bf16(tmp_path: Path) -> None:
         (lambda m: m(ids(), attention_mask=torch.ones(2, 3)), "attention_mask of shape"),
         (lambda m: m(ids(), position_ids=torch.arange(3)[None]), "position_ids of shape"),
         (lambda m: m(ids(), past_key_values=transformers.DynamicCache()), "DynamicCache"),
-        (lambda m: m(ids(), num_loops=2, **{hf.CACHE: cache_of(m(ids(), use_cache=True))}), "begin anew"),
+        (lambda m: m(ids(), num_loops=2, **{hf_model.CACHE: cache_of(m(ids(), use_cache=True))}), "begin anew"),
         (lambda m: m(inputs_embeds=torch.zeros(1, 2, 32)), "input_ids are needed"),
         (lambda m: m(ids(), output_hidden_states=True), "output_hidden_states"),
         (lambda m: m.half()(ids()), "cast to torch.float16"),

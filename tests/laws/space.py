@@ -19,7 +19,7 @@ from alcoda.config import Choice, Config
 from alcoda.laws.subject import VOCAB
 from alcoda.model.config import ModelConfig
 
-N_CASES = 63
+N_CASES = 66
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "seq_len": 48,
@@ -58,6 +58,7 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("position", "rope"): [{"pairs": "interleaved", "base": 50_000.0}],
     ("route", "expert_choice"): [{"auxiliary": "router", "apply": "blend", "drop_keys": False}],
     ("route", "token_choice"): [{"score": "sigmoid", "apply": "blend", "drop_keys": False}],
+    ("sharing", "adapter"): [{"rank": 3}],
     ("sharing", "lora"): [{"rank": 3}],
     ("state_init", "noise"): [{"at_eval": "by_position", "seed": 3}],
     ("update", "gate"): [{"tau": 0.7, "bias": 0.0, "noise": 0.0}],
@@ -78,13 +79,13 @@ MORE_AXES: dict[str, list[dict[str, Any]]] = {
 """Sizes at which a formula or a loop could go wrong: an empty stack, a head that is not d_model / n_heads."""
 
 
-def options(axis: type[Choice]) -> list[dict[str, Any]]:
-    """Every registered choice of an axis, and its variants, as data for the config."""
+def options(axis: type[Choice]) -> list[Choice]:
+    """Every registered choice of an axis, and its variants."""
     found = []
     for kind, choice in axis.choices.items():
         for fields in (REQUIRED.get((axis.axis, kind), {}), *VARIANTS.get((axis.axis, kind), [])):
             try:
-                found.append(choice.model_validate({"kind": kind, **fields}).model_dump(mode="json"))
+                found.append(choice.model_validate({"kind": kind, **fields}))
             except ValidationError as error:
                 raise LookupError(
                     f"no law covers {axis.axis} {kind!r}: it cannot be built from {fields}. Give an example of its "
@@ -129,8 +130,13 @@ def config_data(row: Row) -> dict[str, Any]:
 
 def is_legal(row: Row) -> bool:
     """Whether `ModelConfig` takes the combination."""
+    return _is_legal(tuple(sorted(row.items())))
+
+
+@functools.cache  # the search comes back to a third of them
+def _is_legal(row: tuple[tuple[str, int], ...]) -> bool:
     try:
-        ModelConfig.model_validate(config_data(row))
+        ModelConfig.model_validate(config_data(dict(row)))
     except ValidationError:
         return False
     return True

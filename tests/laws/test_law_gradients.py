@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from alcoda.laws.ledger import on_meta
 from alcoda.laws.subject import at_most, make, tokens
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.recurrence.route import RoutedModule
+from alcoda.model.state import State
 
 # -- every parameter --------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,27 @@ def test_control_free_loops_that_carry_gradients_are_noticed(monkeypatch: pytest
     with pytest.raises(LawBroken, match="gradients are not those of the detached state") as broken:
         check_free_loops(make(house(**GRT)).train(), 1)
     assert any(str(name).startswith("core.stack.layers.0") for name in broken.value.positions)
+
+
+def test_a_router_before_the_first_loop_learns_though_loops_are_free() -> None:
+    """All but the last of them: its g weighs that one, and its auxiliary loss is of no loop."""
+    model = make(house(route="token_choice", inject="none")).train()
+    _, grads = run(model, n_free=R - 1)
+    _, whole = run(model)
+    assert size(grads["route.router.weight"]) > 1e-3 * size(whole["route.router.weight"]) > 0
+
+
+def test_control_a_router_that_free_loops_cut_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back = RoutedModule.run
+
+    def puts_all_back(self: RoutedModule, *args: Any, **how: Any) -> State:
+        state = put_back(self, *args, **how)
+        return state if torch.is_grad_enabled() else state.map(Tensor.detach)
+
+    monkeypatch.setattr(RoutedModule, "run", puts_all_back)
+    with pytest.raises(LawBroken, match="gradients that should be there") as broken:
+        check_free_loops(make(house(route="token_choice", inject="none")).train(), 1)
+    assert "route.router.weight" in broken.value.positions
 
 
 def test_with_every_loop_free_only_the_coda_learns() -> None:

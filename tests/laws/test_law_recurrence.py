@@ -16,6 +16,7 @@ from torch import Tensor
 
 from alcoda.laws.law import close
 from alcoda.laws.subject import make, tokens
+from alcoda.model import merge
 from alcoda.model.config import ModelConfig
 from alcoda.model.keys import KeyStore
 from alcoda.model.lm import RecurrentLM
@@ -282,6 +283,21 @@ def test_lora_loops_add_a_term_of_low_rank() -> None:
     check(make(house(sharing={"kind": "lora", "rank": 3})), reference)
     with pytest.raises(AssertionError, match="inference"):
         check(make(house(sharing="lora")), loop(lambda w, h, e, r: core(merged(w, 0), h)))
+
+
+def test_an_adapter_is_one_term_for_all_loops_and_merges_into_the_weights() -> None:
+    model = make(house(sharing={"kind": "adapter", "rank": 3}))
+    plain = merge.merged(model)
+    assert plain.config == house() and sum("down" in name for name, _ in plain.named_parameters()) == 0
+    ids_BT = tokens(B, T)
+    with torch.no_grad():
+        for n_loops in (1, 2, 5):
+            torch.testing.assert_close(plain(ids_BT, n_loops), model(ids_BT, n_loops), rtol=0, atol=1e-10)
+        # The control: without its term the model is another one.
+        weights = {k: v for k, v in model.state_dict().items() if not k.endswith((".down", ".up"))}
+        plain.load_state_dict(weights)
+        assert (plain(ids_BT, 2) - model(ids_BT, 2)).abs().max() > 1e-3
+    assert merge.merged(plain) is plain
 
 
 def test_lora_starts_as_a_tied_loop() -> None:

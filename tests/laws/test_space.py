@@ -33,7 +33,7 @@ def test_the_axes_of_the_design_are_all_there() -> None:
 @pytest.mark.parametrize("axis", REGISTRIES, ids=lambda axis: axis.axis)
 def test_every_registered_choice_is_in_the_space(axis: type[Choice]) -> None:
     field = axis.axis if axis.axis in ModelConfig.model_fields else f"block.{axis.axis}"
-    used = {space.AXES[field][row[field]]["kind"] for row in space.covering_array()}
+    used = {space.AXES[field][row[field]].kind for row in space.covering_array()}
     assert used == set(axis.choices)
 
 
@@ -63,9 +63,9 @@ ROUTERS = ("token_choice", "expert_choice")
 def test_the_illegal_pairs_are_the_known_ones() -> None:
     def name(axis: str, i: int) -> str:
         option = space.AXES[axis][i]
-        if not isinstance(option, dict):
+        if not isinstance(option, Choice):
             return f"{axis} {option}"
-        return " ".join([axis, option["kind"], *(field for field, value in option.items() if value is True)])
+        return " ".join([axis, option.kind, *(field for field, value in option if value is True)])
 
     every = [(axis, i) for axis in space.AXES for i in range(len(space.AXES[axis]))]
     pairs = {p for p in itertools.combinations(every, 2) if p[0][0] != p[1][0]}
@@ -87,7 +87,7 @@ def test_a_new_choice_enters_the_space_and_one_that_cannot_be_built_fails_clearl
         class Twice(Inject):
             kind: Literal["twice"] = "twice"
 
-        assert {"kind": "twice"} in dict(space.axes())["inject"]
+        assert Twice() in dict(space.axes())["inject"]
 
         class Needy(Inject):
             kind: Literal["needy"] = "needy"

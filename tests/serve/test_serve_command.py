@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from serving import web
 from typer.testing import CliRunner
 
 from alcoda.cli import app
@@ -42,9 +42,9 @@ def test_a_process_from_its_start_to_its_end() -> None:
         assert told["models"] == ["mini", "mini:fast", "mini:balanced", "mini:exact"] and told["pid"] == process.pid
         assert told["url"].startswith("http://127.0.0.1:")
         body = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
-        assert httpx.post(told["url"] + "/v1/completions", json=body, timeout=60).status_code == 401
+        assert web.post(told["url"] + "/v1/completions", json=body, timeout=60).status_code == 401
         headers = {"Authorization": "Bearer secret"}
-        found = httpx.post(told["url"] + "/v1/completions", json=body, headers=headers, timeout=60).json()
+        found = web.post(told["url"] + "/v1/completions", json=body, headers=headers, timeout=60).json()
         assert found["usage"]["completion_tokens"] == 5
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -54,7 +54,7 @@ def test_a_process_from_its_start_to_its_end() -> None:
 def test_two_signals_end_it_at_once() -> None:
     with started("--drain", "600") as (process, told):
         body = {"prompt": "Once", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
-        with httpx.stream("POST", told["url"] + "/v1/completions", json=body, timeout=60) as answer:
+        with web.stream("POST", told["url"] + "/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_lines())
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGINT)

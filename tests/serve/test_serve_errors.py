@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import NAME, WAIT_S, ask
+from serving import NAME, WAIT_S, ask, web
 
 from alcoda.serve.server import Server
 
@@ -82,7 +82,7 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
 )
 def test_a_field_that_cannot_be(server: Server, field: str, value: object, message: str) -> None:
     body = json.dumps({"prompt": "What", field: value})
-    error = refused(httpx.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 400)
+    error = refused(web.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 400)
     assert message in error["message"], error
     assert error["code"] and error["param"].split(".")[0] == field, error
 
@@ -108,7 +108,7 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object, messa
 )
 def test_a_field_of_a_chat_that_cannot_be(server: Server, field: str, value: object, message: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], field: value}
-    error = refused(httpx.post(server.url + CHAT, json=body, timeout=WAIT_S), 400)
+    error = refused(web.post(server.url + CHAT, json=body, timeout=WAIT_S), 400)
     assert message in error["message"], error
     assert str(error["param"]).split(".")[0] == field, error
 
@@ -118,7 +118,7 @@ def test_a_field_of_a_chat_that_cannot_be(server: Server, field: str, value: obj
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
 def test_no_json(server: Server, path: str, body: bytes) -> None:
-    assert refused(httpx.post(server.url + path, content=body, timeout=WAIT_S), 400)["code"] == "invalid_json"
+    assert refused(web.post(server.url + path, content=body, timeout=WAIT_S), 400)["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_no_json(server: Server, path: str, body: bytes) -> None:
     ],
 )
 def test_paths_and_methods(server: Server, method: str, path: str, status: int, code: str) -> None:
-    assert refused(httpx.request(method, server.url + path), status)["code"] == code
+    assert refused(web.request(method, server.url + path), status)["code"] == code
 
 
 def test_a_model_that_there_is_not(client: openai.OpenAI) -> None:
@@ -156,16 +156,14 @@ def test_more_than_the_context(client: openai.OpenAI, server: Server) -> None:
 def test_more_than_the_body_may_have(server: Server) -> None:
     most = server.settings.max_body_bytes
     body = b'{"prompt": "' + b"a" * most + b'"}'
-    assert (
-        refused(httpx.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 413)["code"] == "request_too_large"
-    )
+    assert refused(web.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 413)["code"] == "request_too_large"
 
     def parts() -> Any:
         for at in range(0, len(body), 1 << 16):
             yield body[at : at + (1 << 16)]
 
     try:
-        answer = httpx.post(server.url + COMPLETIONS, content=parts(), timeout=WAIT_S)
+        answer = web.post(server.url + COMPLETIONS, content=parts(), timeout=WAIT_S)
     except httpx.WriteError:
         return  # it was told while it still sent
     refused(answer, 413)
@@ -190,14 +188,14 @@ def test_a_failure_of_the_server_is_told(server: Server, monkeypatch: pytest.Mon
         raise ZeroDivisionError("no")
 
     monkeypatch.setattr("alcoda.serve.answers.make_plan", broken)
-    error = refused(httpx.post(server.url + COMPLETIONS, json={"prompt": "a"}), 500)
+    error = refused(web.post(server.url + COMPLETIONS, json={"prompt": "a"}), 500)
     assert error["code"] == "internal" and "ZeroDivisionError" in error["message"]
     monkeypatch.undo()
     ask(server)
 
 
 def test_the_schema_names_every_status(server: Server) -> None:
-    schema = httpx.get(server.url + "/openapi.json").json()
+    schema = web.get(server.url + "/openapi.json").json()
     assert set(schema["paths"]["/v1/completions"]["post"]["responses"]) == {
         "200", "400", "401", "404", "408", "413", "429", "500", "503"
     }  # fmt: skip
@@ -211,11 +209,9 @@ def test_a_text_that_cannot_fit_is_not_even_read(server: Server, monkeypatch: py
     long = "a b " * 100_000
     monkeypatch.setattr("alcoda.data.tokenizer.Tokenizer.encode_batch", lambda *_: pytest.fail("it was encoded"))
     for path, body in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
-        answer = httpx.post(server.url + path, json=body, timeout=WAIT_S)
+        answer = web.post(server.url + path, json=body, timeout=WAIT_S)
         assert refused(answer, 400)["code"] == "context_length_exceeded"
-    assert (
-        refused(httpx.post(server.url + "/tokenize", json={"prompt": long}, timeout=WAIT_S), 400)["param"] == "prompt"
-    )
+    assert refused(web.post(server.url + "/tokenize", json={"prompt": long}, timeout=WAIT_S), 400)["param"] == "prompt"
 
 
 def test_a_body_that_does_not_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

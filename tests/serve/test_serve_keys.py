@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serving import Held, ask, serving
+from serving import Held, ask, serving, web
 
 from alcoda.engine.llm import LM
 from alcoda.errors import UsageError
@@ -32,24 +32,24 @@ def locked(lm: LM) -> Iterator[Server]:
 
 def post(made: Server, key: str | None = "k1", **body: object) -> httpx.Response:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return httpx.post(made.url + "/v1/completions", json={**BODY, **body}, headers=headers, timeout=60)
+    return web.post(made.url + "/v1/completions", json={**BODY, **body}, headers=headers, timeout=60)
 
 
 @pytest.mark.parametrize("key", [None, "wrong", "k", "k11", "é"])
 def test_no_key(locked: Server, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/v1/nothing", "/page/lab.json"):
-        found = httpx.get(locked.url + path, headers=headers)
+        found = web.get(locked.url + path, headers=headers)
         assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
         assert found.headers["www-authenticate"] == "Bearer"
 
 
 def test_what_needs_no_key(locked: Server, lm: LM) -> None:
     for path in ("/health", "/ready", "/", "/page/index.html"):
-        assert httpx.get(locked.url + path).status_code == 200
-    assert [httpx.head(locked.url + path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
+        assert web.get(locked.url + path).status_code == 200
+    assert [web.head(locked.url + path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
     with serving(lm, api_keys=["k"], open_metrics=True) as made:
-        assert httpx.get(made.url + "/metrics").status_code == 200
+        assert web.get(made.url + "/metrics").status_code == 200
 
 
 def test_each_key_is_let_in(locked: Server) -> None:
@@ -90,13 +90,13 @@ def test_depth_falls_while_many_wait(locked: Server) -> None:
 
 def test_other_origins(locked: Server, lm: LM) -> None:
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    assert "access-control-allow-origin" not in httpx.options(locked.url + "/v1/completions", headers=asks).headers
+    assert "access-control-allow-origin" not in web.options(locked.url + "/v1/completions", headers=asks).headers
     with serving(lm, api_keys=["k"], allow_origins=["https://a.example"]) as made:
-        found = httpx.options(made.url + "/v1/completions", headers=asks)
+        found = web.options(made.url + "/v1/completions", headers=asks)
         assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://a.example"
-        refused = httpx.get(made.url + "/v1/models", headers={"Origin": "https://a.example"})
+        refused = web.get(made.url + "/v1/models", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers, "a page can read why"
-        other = httpx.options(made.url + "/v1/completions", headers={**asks, "Origin": "https://b.example"})
+        other = web.options(made.url + "/v1/completions", headers={**asks, "Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
 
 

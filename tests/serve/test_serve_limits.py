@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import WAIT_S, Held, ask, metric, serving
+from serving import WAIT_S, Held, ask, metric, serving, web
 
 from alcoda.engine.llm import LM
 from alcoda.serve.server import Server
@@ -45,21 +45,21 @@ def small(lm: LM) -> Iterator[Server]:
 
 def test_a_full_queue(small: Server) -> None:
     with Held(small):
-        held = [in_thread(lambda: httpx.post(small.url + COMPLETIONS, json=LONG, timeout=WAIT_S)) for _ in range(3)]
+        held = [in_thread(lambda: web.post(small.url + COMPLETIONS, json=LONG, timeout=WAIT_S)) for _ in range(3)]
         until(lambda: small.worker.n_open == 3, "three are let in")
         assert metric(small, "alcoda_waiting") + metric(small, "alcoda_running") == 3
-        found = httpx.post(small.url + COMPLETIONS, json=LONG)
+        found = web.post(small.url + COMPLETIONS, json=LONG)
         assert found.status_code == 429 and found.headers["retry-after"] == "1"
         assert found.json()["error"]["code"] == "queue_full"
     for thread, _ in held:
         thread.join()
     assert [answers[0].status_code for _, answers in held] == [200] * 3
-    assert httpx.post(small.url + COMPLETIONS, json={**LONG, "prompt": ["a"] * 4}).status_code == 400, "never any room"
+    assert web.post(small.url + COMPLETIONS, json={**LONG, "prompt": ["a"] * 4}).status_code == 400, "never any room"
 
 
 def test_the_openai_client_asks_again(small: Server) -> None:
     with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=4) as client, Held(small) as held:
-        threads = [in_thread(lambda: httpx.post(small.url + COMPLETIONS, json=LONG, timeout=WAIT_S)) for _ in range(3)]
+        threads = [in_thread(lambda: web.post(small.url + COMPLETIONS, json=LONG, timeout=WAIT_S)) for _ in range(3)]
         until(lambda: small.worker.n_open == 3, "three are let in")
         asks, found = in_thread(lambda: client.completions.create(model="tiny", prompt="a", max_tokens=2))
         until(lambda: metric(small, 'alcoda_requests_total{code="429",endpoint="/v1/completions"}') >= 1, "refused")
@@ -73,7 +73,7 @@ def test_the_openai_client_asks_again(small: Server) -> None:
 def test_a_deadline(small: Server, stream: bool) -> None:
     with Held(small):
         body = {**LONG, "timeout": 0.05, "stream": stream}
-        found = httpx.post(small.url + COMPLETIONS, json=body, timeout=WAIT_S)
+        found = web.post(small.url + COMPLETIONS, json=body, timeout=WAIT_S)
         assert found.status_code == 408, found.text
         assert found.json()["error"]["code"] == "deadline_exceeded" and found.headers["x-should-retry"] == "false"
     until(lambda: small.worker.n_open == 0, "its place is free")
@@ -81,7 +81,7 @@ def test_a_deadline(small: Server, stream: bool) -> None:
 
 def test_a_deadline_of_the_server(lm: LM) -> None:
     with serving(lm, deadline_s=0.05) as made, Held(made):
-        found = httpx.post(made.url + COMPLETIONS, json={**LONG, "timeout": 50}, timeout=WAIT_S)
+        found = web.post(made.url + COMPLETIONS, json={**LONG, "timeout": 50}, timeout=WAIT_S)
         assert found.status_code == 408 and "0.05 s" in found.json()["error"]["message"]
 
 
@@ -100,7 +100,7 @@ def test_a_deadline_in_a_stream_ends_it_with_an_error(small: Server) -> None:
 
         held.engine.step = some  # pyrefly: ignore
         body = {**LONG, "timeout": 1.0, "stream": True}
-        with httpx.stream("POST", small.url + COMPLETIONS, json=body, timeout=WAIT_S) as answer:
+        with web.stream("POST", small.url + COMPLETIONS, json=body, timeout=WAIT_S) as answer:
             lines = [line for line in answer.iter_lines() if line]
         held.goes.set()
     assert answer.status_code == 200 and '"deadline_exceeded"' in lines[-1] and "[DONE]" not in "".join(lines)
@@ -127,7 +127,7 @@ def test_who_leaves_frees_a_place_running_or_waiting(small: Server, stream: bool
 
 
 def test_who_leaves_in_the_middle_of_a_stream(small: Server) -> None:
-    with httpx.stream("POST", small.url + COMPLETIONS, json={**LONG, "stream": True}, timeout=WAIT_S) as answer:
+    with web.stream("POST", small.url + COMPLETIONS, json={**LONG, "stream": True}, timeout=WAIT_S) as answer:
         next(answer.iter_lines())
     until(lambda: small.worker.n_open == 0 and small.worker.n_requests == 0, "its place is free")
 
@@ -144,14 +144,14 @@ def test_half_a_body(small: Server) -> None:
 def test_ending_lets_requests_end(lm: LM) -> None:
     with serving(lm) as made:
         with Held(made):
-            thread, found = in_thread(lambda: httpx.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
+            thread, found = in_thread(lambda: web.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
             until(lambda: made.worker.n_open == 1, "it is let in")
             assert made._loop is not None
             made._loop.call_soon_threadsafe(made.end)
             until(lambda: made.worker.state == "draining", "it drains")
-            assert httpx.get(made.url + "/ready").status_code == 503
-            assert httpx.get(made.url + "/health").status_code == 200
-            late = httpx.post(made.url + COMPLETIONS, json=LONG)
+            assert web.get(made.url + "/ready").status_code == 503
+            assert web.get(made.url + "/health").status_code == 200
+            late = web.post(made.url + COMPLETIONS, json=LONG)
             assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
         thread.join()
     assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 80
@@ -160,7 +160,7 @@ def test_ending_lets_requests_end(lm: LM) -> None:
 @pytest.mark.parametrize("how", ["too long", "a second signal"])
 def test_ending_at_once(lm: LM, how: str) -> None:
     with serving(lm, drain_s=0.05 if how == "too long" else 600.0) as made, Held(made) as held:
-        thread, found = in_thread(lambda: httpx.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
+        thread, found = in_thread(lambda: web.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
         until(lambda: made.worker.n_open == 1, "it is let in")
         assert made._loop is not None
         made._loop.call_soon_threadsafe(made.end)
@@ -183,15 +183,15 @@ def test_not_ready_until_the_model_is_there(lm: LM) -> None:
     made = Server(load, Settings(port=0), {"width": 2})
     starts, _ = in_thread(made.start)
     until(lambda: bool(made.url), "the port is open")
-    found = httpx.get(made.url + "/ready", timeout=WAIT_S)
+    found = web.get(made.url + "/ready", timeout=WAIT_S)
     assert found.status_code == 503 and found.json()["error"]["code"] == "loading"
-    assert httpx.post(made.url + COMPLETIONS, json=LONG).status_code == 503
-    assert httpx.get(made.url + "/v1/models").status_code == 503
-    assert httpx.get(made.url + "/health").status_code == 200
-    assert "alcoda_ready 0.0" in httpx.get(made.url + "/metrics").text
+    assert web.post(made.url + COMPLETIONS, json=LONG).status_code == 503
+    assert web.get(made.url + "/v1/models").status_code == 503
+    assert web.get(made.url + "/health").status_code == 200
+    assert "alcoda_ready 0.0" in web.get(made.url + "/metrics").text
     go.set()
     starts.join(WAIT_S)
-    assert httpx.get(made.url + "/ready").json()["status"] == "ready"
+    assert web.get(made.url + "/ready").json()["status"] == "ready"
     ask(made)
     made.stop()
 
@@ -199,13 +199,13 @@ def test_not_ready_until_the_model_is_there(lm: LM) -> None:
 def test_an_engine_that_does_not_go_on(lm: LM) -> None:
     with serving(lm, stall_s=0.05) as made:
         with Held(made):
-            thread, found = in_thread(lambda: httpx.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
-            until(lambda: httpx.get(made.url + "/ready").status_code == 503, "it is not ready")
-            assert httpx.get(made.url + "/ready").json()["error"]["code"] == "stalled"
-            assert httpx.get(made.url + "/health").status_code == 200
+            thread, found = in_thread(lambda: web.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S))
+            until(lambda: web.get(made.url + "/ready").status_code == 503, "it is not ready")
+            assert web.get(made.url + "/ready").json()["error"]["code"] == "stalled"
+            assert web.get(made.url + "/health").status_code == 200
         thread.join()
         assert found[0].status_code == 200
-        until(lambda: httpx.get(made.url + "/ready").status_code == 200, "it is ready again")
+        until(lambda: web.get(made.url + "/ready").status_code == 200, "it is ready again")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -214,10 +214,10 @@ def test_an_engine_that_has_ended(lm: LM) -> None:
     with made:
         assert made.worker.service is not None
         made.worker.service.background.engine.step = lambda: 1 / 0  # pyrefly: ignore
-        found = httpx.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S)
+        found = web.post(made.url + COMPLETIONS, json=LONG, timeout=WAIT_S)
         assert found.status_code == 500 and found.json()["error"]["code"] == "engine_error"
-        assert httpx.get(made.url + "/health").status_code == 503, "the process is to be started anew"
-        assert httpx.post(made.url + COMPLETIONS, json=LONG).status_code == 503
+        assert web.get(made.url + "/health").status_code == 503, "the process is to be started anew"
+        assert web.post(made.url + COMPLETIONS, json=LONG).status_code == 503
 
 
 def _settings() -> Any:

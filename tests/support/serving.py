@@ -26,6 +26,8 @@ from alcoda.training.run import RunFolder
 NAME = "tiny"
 ENGINE = {"width": 4, "places": 4}
 WAIT_S = 60.0
+web = httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))
+"""To ask with: to make one takes longer than an answer."""
 
 
 def tiny(folder: Path, **fields: Any) -> LM:
@@ -109,7 +111,7 @@ class Held:
 def ask(made: Server, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     """A whole answer, which is one."""
     body = {"prompt": "What", "max_tokens": 8, "temperature": 0, **body} if path == "/v1/completions" else body
-    found = httpx.post(made.url + path, json=body, timeout=WAIT_S)
+    found = web.post(made.url + path, json=body, timeout=WAIT_S)
     assert found.status_code == 200, found.text
     return found.json()
 
@@ -117,7 +119,7 @@ def ask(made: Server, path: str = "/v1/completions", **body: Any) -> dict[str, A
 def events(made: Server, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, without the word that ends it."""
     body = {"prompt": "What", "max_tokens": 8, "temperature": 0, **body} if path == "/v1/completions" else body
-    with httpx.stream("POST", made.url + path, json={**body, "stream": True}, timeout=WAIT_S) as answer:
+    with web.stream("POST", made.url + path, json={**body, "stream": True}, timeout=WAIT_S) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert answer.status_code == 200, lines
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -127,5 +129,5 @@ def events(made: Server, path: str = "/v1/completions", **body: Any) -> list[dic
 
 def metric(made: Server, name: str) -> float:
     """One number of /metrics."""
-    lines = httpx.get(made.url + "/metrics").text.splitlines()
+    lines = web.get(made.url + "/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))

@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from exit_models import IDS, R, lm
 from torch import Tensor
 
-from alcoda.config import validate
 from alcoda.depth.exiting import Exits
 from alcoda.depth.record import ProbeWeights, Trace, fingerprint
 from alcoda.depth.replay import replay
 from alcoda.depth.rules import (
     NEVER,
     ArgmaxStable,
+    EntropyChange,
     ExitRule,
     Fixed,
     Gate,
     Kl,
+    LastKl,
+    MinPKl,
     Probe,
     SecondOrder,
     StateChange,
     TraceRule,
-    read_rule,
     rules,
 )
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.decode import decode
-from alcoda.errors import RunError, UsageError
-from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
-from alcoda.model.lm import RecurrentLM
 from alcoda.model.positions import rotate
-from alcoda.model.prefill import ZeroPrefill
 from alcoda.model.recurrence.exit_gate import log_exit_prior
-
-R = 4
-SMALL: dict[str, Any] = {
-    "vocab_size": 3,
-    "seq_len": 16,
-    "d_model": 2,
-    "n_heads": 1,
-    "n_loops": R,
-    "exit_gate": "linear",
-}
-
-
-def lm(**fields: Any) -> RecurrentLM:
-    return RecurrentLM(validate(ModelConfig, SMALL | {"init_std": 0.5} | fields)).double().init(0).eval()
-
-
-IDS = torch.tensor([[0, 1, 2, 1, 0]])
 
 
 def watch(
@@ -92,6 +71,30 @@ def test_kl_is_in_nats_of_the_newer_distribution() -> None:
     expected = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)
     assert found[0] == (False, math.inf)  # there is nothing before the first loop
     assert found[1] == (True, pytest.approx(expected)) and found[2] == (True, pytest.approx(0.0))
+
+
+def test_huginns_criteria() -> None:
+    """Each against its equation, on distributions that tell them apart."""
+    p, q = [0.7, 0.25, 0.05], [0.3, 0.65, 0.05]
+    logits = [[math.log(x) + shift for x in dist] for dist, shift in ((q, 0.0), (p, 3.0), (p, 3.0))]
+
+    def scores(rule: ExitRule) -> list[float]:
+        found = [score for _, score in watch(built(rule), [[1, 0]] * 4, logits)]
+        assert found[0] == math.inf and found[2] == pytest.approx(0.0)
+        return found[1:2]
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    def entropy(a: list[float]) -> float:
+        return -sum(x * math.log(x) for x in a)
+
+    assert scores(LastKl()) == pytest.approx([kl(q, p)]) != pytest.approx([kl(p, q)])
+    assert scores(EntropyChange()) == pytest.approx([abs(entropy(p) - entropy(q))])
+    # 0.05 is under a tenth of either's likeliest, and becomes a third before all is normed anew.
+    p_kept, q_kept = ([x / (a + b + 1 / 3) for x in (a, b, 1 / 3)] for a, b in ((0.7, 0.25), (0.3, 0.65)))
+    assert scores(MinPKl()) == pytest.approx([kl(q_kept, p_kept)])
+    assert scores(MinPKl(min_p=1e-3)) == pytest.approx([kl(q, p)])
 
 
 def test_kl_is_never_below_zero() -> None:
@@ -287,160 +290,6 @@ def test_scores_are_kept_where_the_rule_was_asked() -> None:
     found = replay(lm(), IDS, StateChange(threshold=(0.0, 9.0, 0.0, 0.0)), scores=True)
     assert found.scores_BTR is not None and found.depths_BT.tolist() == [[2] * 5]
     assert found.scores_BTR.isfinite().tolist() == [[[True, True, False, False]] * 5]
-
-
-# -- refused ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "fields", "says"),
-    [
-        (Gate(), {"exit_gate": "none"}, "has no exit gate to ask. Train with model.exit_gate linear"),
-        (StateChange(threshold=(0.1, 0.2)), {}, "threshold has 2 numbers and 4 loops run"),
-        (StateChange(min_loops=5), {}, "min_loops=5: only 4 loops run"),
-        (Fixed(loops=5), {}, "exit.loops=5: only 4 loops run"),
-        (NEVER, {"sharing": "untied"}, "with sharing 'untied', loops have weights of their own"),
-        (NEVER, {"sharing": "lora"}, "with sharing 'lora'"),
-        (NEVER, {"route": "expert_choice"}, "with route 'expert_choice'"),
-        (TraceRule(), {}, "exit trace without depths"),
-        (Probe(), {}, "exit probe without weights"),
-        (Probe(weights="nowhere"), {}, "nowhere: no such file; a probe is needed there"),
-        (TraceRule(depths="nowhere"), {}, "nowhere: no such file; a trace of depths is needed there"),
-    ],
-)
-def test_rules_say_what_they_cannot(rule: ExitRule, fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as error:
-        replay(lm(**fields), IDS, rule)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("stat:0.1", "unknown exit 'stat'; did you mean 'state'?"),
-        ("state:-1", "threshold"),
-        ("state:nan", "threshold"),
-        ("state:soon", "threshold"),
-        ("fixed:0", "loops"),
-        ("fixed:2.5", "loops"),
-        ("argmax_stable:x", "loops"),
-        ("trace:3", "depths"),
-        ("", "unknown exit ''"),
-    ],
-)
-def test_text_that_is_no_rule(text: str, says: str) -> None:
-    with pytest.raises(UsageError) as error:
-        read_rule(text)
-    assert says in str(error.value)
-
-
-def test_text_that_is_a_rule() -> None:
-    assert read_rule("state:1e-3") == StateChange(threshold=1e-3) and read_rule("kl") == Kl()
-    assert read_rule("fixed:3") == Fixed(loops=3) and read_rule("argmax_stable:2") == ArgmaxStable(loops=2)
-    assert read_rule("trace:a/b") == TraceRule(depths="a/b") and read_rule("state", 0.5) == StateChange(threshold=0.5)
-    assert read_rule("gate", [0.5, 0.1]) == Gate(threshold=(0.5, 0.1))
-    with pytest.raises(UsageError, match="unknown key 'threshold'"):
-        read_rule("fixed", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"min_loops": 3, "max_loops": 2}, "min_loops=3 is above max_loops=2"),
-        ({"horizon": 2}, "horizon"),
-        ({"horizon": True}, "horizon"),
-        ({"threshold": True}, "threshold"),
-        ({"threshold": [0.1, -0.1]}, "threshold"),
-        ({"min_loops": 0}, "min_loops"),
-    ],
-)
-def test_fields_that_make_no_sense(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as error:
-        validate(StateChange, fields)
-    assert says in str(error.value)
-
-
-def test_arguments_that_do_not_fit() -> None:
-    model = lm()
-    with pytest.raises(UsageError, match="coda_keys 'at_exit': this exit rule looks at logits after every loop"):
-        replay(model, IDS, Kl(), coda_keys="at_exit")
-    with pytest.raises(UsageError, match="coda_keys='later': at_exit or per_loop"):
-        replay(model, IDS, NEVER, coda_keys="later")  # pyrefly: ignore
-    with pytest.raises(UsageError, match="readout_only with recompute_keys"):
-        replay(model, IDS, NEVER, readout_only=True, recompute_keys=True)
-    with pytest.raises(UsageError, match="built for another model, or for 4 loops"):
-        replay(model, IDS, NEVER.build(model, R), 3)
-    with pytest.raises(UsageError, match="built for another model"):
-        replay(lm(), IDS, NEVER.build(model, R))
-    with pytest.raises(UsageError, match="loops=0"):
-        replay(model, IDS, NEVER, 0)
-    told = lm(memory="prev_token")
-    with pytest.raises(UsageError, match="readout_only of tokens that are read one after the other"):
-        replay(told, IDS, NEVER, readout_only=True)
-    with pytest.raises(UsageError, match="prefill 'zero' with an exit rule"):
-        decode(told, [1, 2], loops=R, max_tokens=2, rule=NEVER, prefill=ZeroPrefill())
-
-
-def test_a_trace_of_other_work_is_refused() -> None:
-    model = lm()
-    deep = TraceRule().build
-    with pytest.raises(UsageError, match="depths up to 5, and 4 loops run; run 5"):
-        deep(model, R, Trace(torch.full((1, 5), 5), 8, "at_exit"))
-    with pytest.raises(UsageError, match=r"holds 1 x 3 depths \(rows x tokens\), and 1 x 5 are run"):
-        replay(model, IDS, deep(model, R, Trace(torch.ones(1, 3, dtype=torch.long), R, "at_exit")))
-    with pytest.raises(UsageError, match="is no Trace"):
-        deep(model, R, torch.ones(1, 5))
-
-
-def test_a_probe_of_another_model_is_refused() -> None:
-    model, bias = lm(), torch.zeros(R)
-    other = fingerprint(lm(init_std=0.1))
-    with pytest.raises(UsageError, match="fitted to other weights than this model's"):
-        Probe().build(model, R, ProbeWeights(torch.zeros(2), bias, "argmax_changes", other))
-    with pytest.raises(UsageError, match=r"shape \(3,\) with 4 biases; this model needs \(2,\)"):
-        Probe().build(model, R, ProbeWeights(torch.zeros(3), bias, "argmax_changes", fingerprint(model)))
-    with pytest.raises(UsageError, match="a bias for each of 4 loops"):
-        Probe().build(model, R, ProbeWeights(torch.zeros(2), bias[:3], "loss_falls", fingerprint(model), 0.1))
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def test_traces_and_probes_survive_a_file(tmp_path: Path) -> None:
-    model = lm()
-    found = replay(model, IDS, StateChange(threshold=0.5))
-    found.trace().save(tmp_path / "depths")
-    again = replay(model, IDS, TraceRule(depths=str(tmp_path / "depths")))
-    assert torch.equal(again.depths_BT, found.depths_BT) and torch.equal(again.y_BTD, found.y_BTD)
-    probe = ProbeWeights(torch.randn(2), torch.randn(R), "loss_falls", fingerprint(model), 0.25)
-    probe.save(tmp_path / "probe")
-    read = ProbeWeights.load(tmp_path / "probe")
-    assert torch.equal(read.weight_D, probe.weight_D) and torch.equal(read.bias_R, probe.bias_R)
-    assert (read.label, read.model, read.delta) == ("loss_falls", probe.model, 0.25)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["depths", "probe"]
-
-
-def test_files_that_are_something_else(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(RunError, match="cannot be read as a trace of depths"):
-        Trace.load(tmp_path / "text")
-    save_file({"depths": torch.ones(1, 2)}, tmp_path / "bare")
-    with pytest.raises(UsageError, match="is not a trace of depths: it has no n_loops, coda_keys"):
-        Trace.load(tmp_path / "bare")
-    about = {"n_loops": "4", "coda_keys": "at_exit"}
-    save_file({"depths": torch.ones(1, 2)}, tmp_path / "floats", about)
-    with pytest.raises(UsageError, match="whole numbers"):
-        Trace.load(tmp_path / "floats")
-    save_file({"depths": torch.ones(1, 2, dtype=torch.long)}, tmp_path / "n", about | {"n_loops": "four"})
-    with pytest.raises(UsageError, match="is no trace of depths"):
-        Trace.load(tmp_path / "n")
-    save_file({"depths": torch.full((1, 2), -3)}, tmp_path / "negative", about)
-    with pytest.raises(UsageError, match="they must be 0 to its n_loops=4"):
-        Trace.load(tmp_path / "negative")
-    tensors = {"weight": torch.ones(2), "bias": torch.ones(4)}
-    save_file(tensors, tmp_path / "probe", {"label": "right", "model": "", "delta": "0"})
-    with pytest.raises(UsageError, match="is no probe: a label"):
-        ProbeWeights.load(tmp_path / "probe")
 
 
 # -- cost, decoding ---------------------------------------------------------------------------------------------------

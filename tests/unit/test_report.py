@@ -3,78 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_run import HOSTILE, add_caches, add_frontier, add_prefills, make_run
+from pages import Page, draw_nothing, edit, report
 
 from alcoda.errors import RunError, UsageError
-from alcoda.report.curves import loss_figure, smooth, thin
-from alcoda.report.figures import depth_figure
-from alcoda.report.markup import duration, esc, human
+from alcoda.report.curves import loss_figure
 from alcoda.report.page import write_report
 from alcoda.report.positions import lines, positions
 from alcoda.report.read import read_run, read_runs
-
-VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
-
-
-class Page(HTMLParser):
-    """Walks a page: records unbalanced tags, ids, attributes and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.faults: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(text)
-        self.close()
-        self.faults += [f"<{tag}> is not closed" for tag in self.open]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.faults.append(f"</{tag}> at {self.getpos()} closes nothing")
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attrs for name, attrs in self.tags if name == tag]
-
-
-def report(tmp_path: Path, *runs: Path) -> tuple[str, Page]:
-    """The text of a report and its walk; checks what holds for every page."""
-    out = write_report(runs, tmp_path / "out.html")
-    text = out.read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.faults == []
-    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
-    assert len(ids) == len(set(ids)), "an id occurs twice"
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    assert used <= set(ids), "a reference points nowhere"
-    for svg in page.all("svg"):
-        assert svg.get("role") == "img"
-        assert svg.get("aria-label")
-    assert all(th.get("scope") in ("row", "col") for th in page.all("th"))
-    assert not list(tmp_path.glob(".out.html*")), "a temporary file was left"
-    return text, page
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
     """The report of a complete run."""
     return report(tmp_path_factory.mktemp("whole"), run)
-
-
-@pytest.fixture
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty figures, for tests of the words: drawing is what takes the time."""
-
-    def blank(key: str, label: str, *_: Any, **__: Any) -> str:
-        return f'<svg role="img" aria-label="{esc(label)}"></svg>'
-
-    monkeypatch.setattr("alcoda.report.curves.draw", blank)
-    for module in ("caches", "figures", "frontier", "positions", "prefills"):
-        monkeypatch.setattr(f"alcoda.report.{module}.draw", blank)
-
-
-def edit(folder: Path, name: str, **changed: Any) -> None:
-    """Replace keys of a JSON file of a run."""
-    data = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(data | changed))
 
 
 def test_one_run_shows_every_section(run: Path, whole: tuple[str, Page]) -> None:
@@ -294,145 +220,8 @@ def test_samples_are_escaped_and_keep_their_space(tmp_path: Path) -> None:
     assert "<b>$x_1$ & co" in "".join(page.text)
 
 
-@pytest.mark.parametrize(
-    ("absent", "said"),
-    [
-        (["eval.json"], "No evaluation yet: run"),
-        (["samples.json"], "No samples yet"),
-        (["metrics.jsonl"], "No training metrics yet"),
-        (["eval.json", "samples.json", "metrics.jsonl"], "No evaluation yet: run"),
-    ],
-)
-@pytest.mark.usefixtures("no_drawing")
-def test_missing_pieces_are_said_in_words(tmp_path: Path, absent: list[str], said: str) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    for name in absent:
-        (folder / name).unlink()
-    _, page = report(tmp_path, folder)
-    assert said in "".join(page.text)
-    _, page = report(tmp_path, folder, make_run(tmp_path / "whole", name="whole", steps=20))
-    assert "whole" in "".join(page.text)
-
-
-def test_run_that_has_barely_begun(tmp_path: Path) -> None:
-    folder = tmp_path / "young"
-    folder.mkdir()
-    (folder / "recipe.yaml").write_text("name: young\n")
-    (folder / "run.json").write_text('{"status": "running", "result": null, "commit": null}')
-    text, page = report(tmp_path, folder)
-    words = "".join(page.text)
-    assert "young" in words and "running" in words
-    for said in (
-        "No evaluation yet",
-        "No training metrics yet",
-        "No cost ledger",
-        "No samples yet",
-        "describes no data",
-    ):
-        assert said in words
-    (folder / "metrics.jsonl").write_text(
-        '{"type": "train", "train_step": 1, "loss": 8.3, "loops": 4, "tokens": 4096}\n'
-    )
-    text, page = report(tmp_path, folder)
-    assert "4.10 k" in text, "tokens so far"
-    assert "No validation during training was logged." in "".join(page.text)
-
-
-@pytest.mark.parametrize("tail", ['{"type": "train", "train_st', '{"type": "train"}garbage', "17", '"caf\udcc3'])
-@pytest.mark.usefixtures("no_drawing")
-def test_cut_last_line_is_left_out(tmp_path: Path, tail: str) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    path = folder / "metrics.jsonl"
-    with path.open("ab") as file:
-        file.write(tail.encode("utf-8", "surrogateescape"))
-    assert list(read_run(folder).curve.train_step_N) == list(range(1, 21))
-    _, page = report(tmp_path, folder)
-    assert "last line of metrics.jsonl is incomplete" in "".join(page.text)
-    with path.open("ab") as file:
-        file.write(b'\n{"type": "train", "train_step": 21, "loss": 2.0}\n')
-    with pytest.raises(RunError, match=r"line \d+ is not a JSON object"):
-        read_run(folder)
-
-
-def test_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"type": "train", "train_step": 15, "loss": 1.5, "loops": 3}\n')
-    curve = read_run(folder).curve
-    assert list(curve.train_step_N) == list(range(1, 21))
-    assert curve.loss_N[14] == 1.5
-    assert math.isnan(curve.tokens_per_s_N[14])
-
-
-def test_odd_numbers_do_not_stop_a_report(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"type": "train", "train_step": 21, "loss": NaN, "loops": 3.5}\n')
-        file.write('{"type": "train", "train_step": 22, "loss": null, "loops": 3}\n')
-    point = {"loops": 3, "loss": 2, "bits_per_byte": 1.5, "low": None, "high": None}
-    edit(folder, "eval.json", by_depth=[point], gain=[], bigram_bits_per_byte=None, note="Fewer than 30 documents.")
-    _, page = report(tmp_path, folder)
-    assert "Fewer than 30 documents." in "".join(page.text)
-    edit(folder, "eval.json", by_depth=[])
-    report(tmp_path, folder)
-
-
-def test_far_baseline_gets_a_strip_of_its_own(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    broken = depth_figure([read_run(folder)]) or ""
-    edit(folder, "eval.json", bigram_bits_per_byte=1.96)
-    whole = depth_figure([read_run(folder)]) or ""
-    assert "bigram baseline 1.960" in whole and "bigram baseline 2.874" in broken
-    assert broken.count(">2.87</text>") == 1
-    assert ">1.96</text>" not in whole
-
-
-def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
-    with pytest.raises(UsageError, match=r"no run\.json and no recipe\.yaml.*metrics\.jsonl"):
-        write_report([run, tmp_path], tmp_path / "out.html")
-    with pytest.raises(UsageError, match="no such folder"):
-        write_report([tmp_path / "nowhere"], tmp_path / "out.html")
-    with pytest.raises(UsageError, match="at least one run"):
-        write_report([], tmp_path / "out.html")
-    with pytest.raises(UsageError, match="is a folder; give the file"):
-        write_report([run], tmp_path)
-    assert not (tmp_path / "out.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("run.json", "{", r"run\.json: this is not readable JSON"),
-        ("run.json", "[]", r"run\.json: an object is needed"),
-        ("run.json", '{"ledger": {"loops": "8"}}', "ledger: loops has to be a number, not '8'"),
-        ("run.json", '{"seeds": 3}', "seeds: an object is needed, not 3"),
-        ("eval.json", '{"n_units": true}', "n_units has to be a number, not True"),
-        ("eval.json", '{"n_units": 1.5}', "n_units has to be a whole number"),
-        ("eval.json", '{"n_units": 1, "n_tokens": 1, "n_bytes": 1, "by_position": 3}', "by_position has to be a list"),
-        (
-            "eval.json",
-            '{"by_position": [{"start": 0, "stop": 1, "bits_per_byte": {"one": 2}}]}',
-            "'one' has to be a number of loops",
-        ),
-        ("frontier.json", '{"train_step": 1}', r"frontier\.json: n_loops is missing"),
-        ("frontier.json", "[]", r"frontier\.json: an object is needed"),
-        ("caches.json", '{"train_step": 1}', r"caches\.json: loops is missing"),
-        ("caches.json", "[]", r"caches\.json: an object is needed"),
-        ("prefills.json", '{"train_step": 1}', r"prefills\.json: loops is missing"),
-        ("prefills.json", "[]", r"prefills\.json: an object is needed"),
-        ("samples.json", "{}", "a list is needed"),
-        ("samples.json", '[{"prompt": "a"}]', r"samples\.json\[0\]: loops is missing"),
-    ],
-)
-def test_damaged_file_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
-    folder = make_run(tmp_path / "run", steps=20)
-    (folder / name).write_text(content)
-    with pytest.raises(RunError, match=said):
-        write_report([folder], tmp_path / "out.html")
-
-
-@pytest.mark.usefixtures("no_drawing")
 def test_a_failed_write_keeps_the_old_report(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
     out = tmp_path / "new" / "out.html"
     write_report([run], out)
     before = out.read_bytes()
@@ -459,38 +248,13 @@ def test_report_imports_no_torch_and_matplotlib_late() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_smooth_is_a_centred_mean() -> None:
-    line_N = np.arange(1000.0)
-    mean_N, window = smooth(line_N)
-    assert window == 21
-    np.testing.assert_allclose(mean_N[10:-10], line_N[10:-10])
-    assert mean_N[0] == 5.0
-    holes_N = line_N.copy()
-    holes_N[500] = math.nan
-    assert smooth(holes_N)[0][500] == pytest.approx(500.0)
-    assert math.isnan(smooth(np.array([math.nan]))[0][0])
-    assert len(smooth(np.array([]))[0]) == 0
-
-
-def test_thin_keeps_peaks_and_ends() -> None:
-    y_N = np.zeros(100_000)
-    y_N[54_321] = 9.0
-    x_N, thin_N = thin(np.arange(100_000), y_N)
-    assert len(x_N) <= 502
-    assert 54_321 in x_N and x_N[0] == 0 and x_N[-1] == 99_999
-    assert thin_N.max() == 9.0
-
-
-def test_words_for_numbers() -> None:
-    assert [human(v) for v in (0, 999, 999.6, 1000, 12_345_678, 9.999e11)] == [
-        "0",
-        "999",
-        "1.00 k",
-        "1.00 k",
-        "12.3 M",
-        "1.00 T",
-    ]
-    assert human(10_240, "B") == "10.2 kB"
-    assert human(math.nan) == "not a number"
-    assert [duration(s) for s in (3.25, 75, 4980, 200_000)] == ["3.25 s", "1 min 15 s", "1 h 23 min", "2 d 7 h"]
-    assert esc("a\r\nb\x1b<\ud800") == "a\nb\u241b&lt;\ufffd"
+def test_foreign_folder_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(UsageError, match=r"no run\.json and no recipe\.yaml.*metrics\.jsonl"):
+        write_report([run, tmp_path], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="no such folder"):
+        write_report([tmp_path / "nowhere"], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="at least one run"):
+        write_report([], tmp_path / "out.html")
+    with pytest.raises(UsageError, match="is a folder; give the file"):
+        write_report([run], tmp_path)
+    assert not (tmp_path / "out.html").exists()

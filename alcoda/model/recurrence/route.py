@@ -29,6 +29,9 @@ class Route(Choice, axis="route"):
     """Whether a token's route depends on no later token."""
     shares_router: ClassVar[bool] = True
     """Whether the loops have the router's weights in common."""
+    reads_anchor: ClassVar[bool] = False
+    """Whether it decides on the prelude's output, before the first loop: what it then knows keeps its gradient where
+    loops carry none."""
 
     @property
     def drops_keys(self) -> bool:
@@ -105,6 +108,7 @@ class TokenChoice(Routed):
     """
 
     kind: Literal["token_choice"] = "token_choice"
+    reads_anchor: ClassVar[bool] = True
     score: Literal["softmax", "sigmoid"] = "softmax"
 
     def build(self, shape: Shape, n_loops: int) -> RouteModule:
@@ -194,7 +198,7 @@ class RoutedModule(RouteModule):
         gain_BT: Tensor,
         n_run: int | None = None,
     ) -> State:
-        """Gather the tokens that run, loop them, weigh the result, put it back.
+        """Gather the tokens that run, loop them, weigh the result, put it back. What the router knows stays as it is.
 
         Args:
             runs_BT, gain_BT: which tokens run, and their g.
@@ -206,7 +210,8 @@ class RoutedModule(RouteModule):
         inner = context.some(index_BK, runs_BT, exact=n_run is not None)
         if n_most == 0:
             return state
-        some = state.map(lambda x: tokens_at(x, index_BK))
+        whole = State(state.h_BTD, state.kept)
+        some = whole.map(lambda x: tokens_at(x, index_BK))
         new = step(some, tokens_at(e_BTD, index_BK), loop, inner)
         dtype = torch.promote_types(some.h_BTD.dtype, new.h_BTD.dtype)
         gain_BK1 = tokens_at(gain_BT, index_BK)[..., None].to(dtype)
@@ -220,7 +225,9 @@ class RoutedModule(RouteModule):
 
         if n_run is None:
             new = new.merge(some, kept)
-        return state.merge(new, lambda x, x_new: put_tokens(x, index_BK, x_new))
+        whole = whole.merge(new, lambda x, x_new: put_tokens(x, index_BK, x_new))
+        # Put back too, what the router knows would lose its gradient in a loop that carries none.
+        return state._replace(h_BTD=whole.h_BTD, kept=whole.kept)
 
     def describe(self, args: tuple[object, ...], out: State) -> dict[str, Tensor]:
         """The share of tokens that ran the loop."""

@@ -66,6 +66,24 @@ class LoraLoops(Sharing):
         return n_matrix_params * kept.product  # W + B_r A_r
 
 
+class AdaptedLoops(Sharing):
+    """One stack for all loops, and beside each linear map in it a term of rank k, the same at every loop: ``W x + B A
+    x`` (LoRA, arXiv 2106.09685, without its scale). For fine-tuning; `alcoda.model.merge` puts the term into W.
+    """
+
+    kind: Literal["adapter"] = "adapter"
+    rank: PositiveInt = 8
+
+    def build(self, make_stack: Callable[[], Stack], n_loops: int) -> TiedModule:
+        return TiedModule(_with_terms(make_stack(), self.rank, 1))
+
+    def cost(self, stack: Cost, n_loops: int) -> Cost:
+        return Cost(params=self.rank * stack.sides, flops=2 * self.rank * stack.sides)
+
+    def kept_weight_bytes(self, n_matrix_params: int, kept: Kept) -> int:
+        return n_matrix_params * kept.product  # W + B A
+
+
 class UntiedLoops(Sharing):
     """A stack for each of the ``n_loops`` loops: the ablation (CART's unshared core). No loop exists beyond them."""
 
@@ -110,11 +128,7 @@ class UntiedModule(nn.Module):
 
 class LoraModule(TiedModule):
     def __init__(self, stack: Stack, rank: int, n_loops: int) -> None:
-        super().__init__(stack)
-        for module in list(stack.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, LoraLinear(child, rank, n_loops))
+        super().__init__(_with_terms(stack, rank, n_loops))
         self._at: dict[int, Stack] = {}
 
     def at(self, loop: int | Tensor) -> Stack:
@@ -130,6 +144,15 @@ class LoraModule(TiedModule):
     def train(self, mode: bool = True) -> LoraModule:
         self._at.clear()  # the mode is no parameter: copies would keep the old one
         return super().train(mode)
+
+
+def _with_terms(stack: Stack, rank: int, n_loops: int) -> Stack:
+    """The same stack, its linear maps with terms of low rank."""
+    for module in list(stack.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, LoraLinear(child, rank, n_loops))
+    return stack
 
 
 def _at_loop(module: Any, loop: int) -> Any:
