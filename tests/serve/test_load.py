@@ -25,6 +25,7 @@ from alcoda.serve.load.client import Answer, Client, base_url
 from alcoda.serve.load.drive import Driven, arrivals, closed_loop, open_loop
 from alcoda.serve.load.prompts import BUILT_IN, read_prompts
 from alcoda.serve.load.score import LoadResult, Quantiles, is_good, score
+from alcoda.serve.server import Server
 
 pytest.importorskip("httpx")
 
@@ -345,3 +346,24 @@ def test_it_is_in_the_api_and_needs_no_torch() -> None:
     assert api.bench_serve is bench_serve and alcoda.bench_serve is bench_serve
     code = "import sys, alcoda.serve.load.bench; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_of_our_own_server(server: Server, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = bench_serve(
+        server.url,
+        models=["tiny:fast", "tiny:exact"],
+        rates=[10],
+        duration_s=0.5,
+        max_tokens=6,
+        plot=tmp_path / "load.png",
+        prompts=["What the engine reads,", "it reads"],
+        ttft_ms=60_000,
+        itl_ms=60_000,
+    )
+    fast, exact = found.scores
+    for one in (fast, exact):
+        assert one.errors == {} and one.good == one.completed == one.requests and one.output_tokens == 6 * one.requests
+        assert one.tiers == {one.model.partition(":")[2]: one.requests}
+    assert fast.mean_loops is not None and exact.mean_loops is not None and fast.mean_loops < exact.mean_loops
+    assert (tmp_path / "load.png").stat().st_size > 1000
