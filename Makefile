@@ -3,13 +3,15 @@
 # make check  lint, types, import contracts, tests
 # make tasks  fetches what alcoda harness needs: lm-eval, and the data of its tasks (85 MB) into ~/.cache/alcoda/tasks
 # make peers  sets up other packages beside alcoda and measures decoding against them (ten minutes)
+# make clients sets up lm-eval, schemathesis, langchain-openai and litellm beside alcoda and has the last two talk to a server
 # make clean  removes what these made (not runs/)
 PYTHON ?= python3
 PIP_ARGS ?=
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+CLIENTS_PIP = .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PEERS_PIP = .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test slow long check lint tasks peers clean
+.PHONY: demo test slow long check lint tasks peers clients clean
 
 demo: .venv/demo
 	.venv/bin/alcoda quickstart
@@ -42,6 +44,9 @@ tasks: .venv/harness
 peers: .venv-peers/done
 	.venv-peers/bin/python benchmarks/peers.py
 
+clients: .venv-clients/done
+	.venv-clients/bin/python benchmarks/serve_clients.py
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("alcoda needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
@@ -71,6 +76,13 @@ peers: .venv-peers/done
 	$(PEERS_PIP) --no-deps open-mythos==0.5.0
 	touch $@
 
+# What a server is tested with and alcoda does not need.
+.venv-clients/done: pyproject.toml constraints.txt benchmarks/clients.txt
+	@echo 'installing alcoda with torch and clients of its server into .venv-clients ...'
+	$(PYTHON) -m venv .venv-clients
+	$(CLIENTS_PIP) -e '.[serve]' -r benchmarks/clients.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-clients .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,6 +42,8 @@ from alcoda.model.cost import Ledger, ledger
 from alcoda.model.prefill import Prefill
 from alcoda.plugins import load as load_plugin
 from alcoda.retrofitting import Losses, Retrofitted, healed, retrofit
+from alcoda.serve.load.bench import bench_serve
+from alcoda.serve.load.score import LoadResult
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
@@ -69,6 +71,7 @@ __all__ = [
     "LabResult",
     "LawReport",
     "Ledger",
+    "LoadResult",
     "Losses",
     "MatchResult",
     "ModelConfig",
@@ -82,6 +85,7 @@ __all__ = [
     "Tiers",
     "TrainResult",
     "bench_engine",
+    "bench_serve",
     "calibrate",
     "capacity",
     "check_laws",

@@ -84,6 +84,14 @@ def parse_loops(text: str, option: str = "--loops") -> list[int]:
         raise UsageError(f"{option} {text}: write whole numbers with commas between, for example 1,2,4,8") from None
 
 
+def parse_rates(text: str, option: str = "--rate") -> list[float]:
+    """``"2,4,0.5"`` as numbers."""
+    try:
+        return [float(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise UsageError(f"{option} {text}: write numbers with commas between, for example 2,4,8") from None
+
+
 def parse_size(text: str, option: str = "--memory") -> int:
     """``24GB`` (10^9 bytes each), ``24GiB`` (2^30) or ``512MB`` as bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B\s*", text, re.IGNORECASE)

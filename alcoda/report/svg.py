@@ -112,15 +112,24 @@ def draw(key: str, label: str, paint: Callable[[Figure], None], height_in: float
 
 
 def pdf(paint: Callable[[Figure], None], height_in: float) -> bytes:
-    """The same drawing as a PDF file, in the page's colours of light; the same bytes each time."""
+    """The same drawing as a PDF file."""
+    return picture(paint, height_in, "pdf")
+
+
+def picture(paint: Callable[[Figure], None], height_in: float, form: str) -> bytes:
+    """The same drawing as a file (pdf, svg or png), in the page's colours of light; the same bytes each time."""
     light = _light_colours()
     buffer = io.BytesIO()
     named = {name: light.get(value, value) if isinstance(value, str) else value for name, value in _RC.items()}
-    with _painted(paint, height_in, named | {"pdf.fonttype": 42}) as figure:
+    dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(form, {})
+    named |= {"pdf.fonttype": 42, "savefig.dpi": 200}
+    if form != "pdf":  # shown on any page, a dark one too
+        named |= {"savefig.facecolor": light[CARD]}
+    with _painted(paint, height_in, named) as figure:
         figure.draw_without_rendering()  # makes all of its parts
         for part in figure.findobj():
             _recolour(part, light)
-        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
+        figure.savefig(buffer, format=form, metadata=dates)
     return buffer.getvalue()
 
 

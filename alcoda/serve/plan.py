@@ -95,8 +95,8 @@ def make_plan(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> 
 def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan:
     lm = worker.lm
     if isinstance(body, ChatBody):
-        for message in body.messages:
-            _check_size(message.text(), lm, "messages")
+        # Together: many that are short are as long as one that is not. A message without text counts too.
+        _check_size("\n".join(message.text() for message in body.messages), lm, "messages")
         prompts: list[tuple[int, ...]] = [worker.chat.prompt(body.messages)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:

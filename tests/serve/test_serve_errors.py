@@ -98,6 +98,7 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object, messa
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
         ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tools are not supported"),
         ("messages", [{"role": "user", "content": "x" * 200}], "context holds 96"),
+        ("messages", [{"role": "user", "content": "x" * 100}] * 100, "a text of 10099 characters"),
         ("top_logprobs", 2, "set logprobs to true"),
         ("response_format", {"type": "json_object"}, "does not support"),
         ("functions", [{}], "does not support"),

@@ -1,0 +1,1 @@
+"""What a running server holds: requests that arrive at random, and how many of them were answered in time."""
