@@ -157,7 +157,7 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
     return packed
 
 
-def _drop(linear: nn.Linear) -> None:
+def _drop(linear: nn.Module) -> None:
     linear.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
 
