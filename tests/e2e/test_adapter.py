@@ -44,11 +44,13 @@ def test_fine_tuned_and_merged_on_export(run_cli: Cli, words: str, tmp_path: Pat
     run_cli.ok("export", tuned, out)
     merged = alcoda.load(out)
     assert merged.recipe.model == before.recipe.model and merged.model.state_dict().keys() == ours.keys()
-    for loops in (1, 4, 6):
-        torch.testing.assert_close(merged.logits(IDS, loops), after.logits(IDS, loops), rtol=0, atol=1e-5)
     # The control: what was learned shows.
     assert (merged.logits(IDS) - before.logits(IDS)).abs().max() > 1e-2
     # The export is a model like any other: imported, it has no adapter and all works on it.
     run_cli.ok("import", out, "--out", tmp_path / "again")
     how = {"exit": "state:0.5", "max_tokens": 6}
     assert alcoda.load(tmp_path / "again").generate("the", **how) == after.generate("the", **how)
+    with torch.no_grad():
+        for loops in (1, 4, 6):  # in fp64, so that only the merged weights are rounded
+            told, exact = (one.model.double()(IDS, loops) for one in (merged, after))
+            torch.testing.assert_close(told, exact, rtol=0, atol=1e-5)
