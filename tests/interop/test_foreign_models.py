@@ -273,7 +273,7 @@ def test_without_a_tokenizer(huginn: Path, tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-import torch, alcoda, alcoda.engine.llm, alcoda.interop.load, alcoda.interop.foreign
+import torch._dynamo, alcoda  # torch itself would import it on the way
 from alcoda import api
 what, folder, out = sys.argv[1:]
 def memory(which):  # VmHWM: the most that there was, VmRSS: now
