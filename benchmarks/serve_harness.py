@@ -79,7 +79,7 @@ def ours(lm: Any, task: Any, limit: int, tier: str | None, batch_size: int | Non
     answers = adapter.Answers(
         lm, Scorer(lm.loaded, point, batch_size), Encoder(lm.tokenizer), lambda what, n: progress.bar(what, n)
     )
-    return run_any(adapter.HarnessLM(answers, 0), task, limit)
+    return run_any(adapter.HarnessLM(answers, 0), [task], limit)
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             more = {"exit": "none"} if tier is None else {}
             theirs = server_model(served.url, model if tier is None else f"{model}:{tier}", tokenizer, context, more)
             for name, task in tasks.items():
-                there = run_any(theirs, task, options.limit)
+                there = run_any(theirs, [task], options.limit)
                 one, many = (ours(lm, task, options.limit, tier, n) for n in (1, None))
                 row: dict[str, Any] = {
                     "task": name,

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from alcoda.errors import RunError, UsageError, did_you_mean
 
 CONNECT_S = 10.0
+"""For a connection, and for the list of models."""
 ANSWER_S = 120.0
 """Without a byte from the server: then the request is one that failed (``timeout``)."""
 
@@ -101,7 +102,7 @@ class Client:
         import httpx
 
         try:
-            answer = await self._http.get(f"{self.url}/models")
+            answer = await self._http.get(f"{self.url}/models", timeout=CONNECT_S)
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
             raise RunError(f"no server answers at {self.url}: {why}. Start one: alcoda serve mini") from None
