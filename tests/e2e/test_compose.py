@@ -93,11 +93,9 @@ def test_a_plugin_in_every_command(plugin: Path, corpus: Path, tmp_path: Path, r
     assert "Plugin: twice.py" in (tmp_path / "r.html").read_text()
 
 
-def test_another_process_needs_it_again(plugin: Path, corpus: Path, tmp_path: Path) -> None:
+def test_another_process_needs_it_again(plugin: Path, corpus: Path, tmp_path: Path, run_cli: Cli) -> None:
     file = write_recipe(tmp_path / "mine.yaml", corpus, model__inject="twice")
-    process = spawn("cost", file, "--json", "--plugin", plugin)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and json.loads(out)["params"] > 0, err
+    assert run_cli.ok("cost", file, "--json", "--plugin", plugin).json["params"] > 0
     process = spawn("cost", file)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and out == "" and "--plugin FILE" in err and "Traceback" not in err

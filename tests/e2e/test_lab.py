@@ -44,6 +44,7 @@ def test_a_lab_and_its_page(run_cli: Cli, trained: Path, tmp_path: Path) -> None
     own = trained / "report.html"
     assert f"page: {own}" in done.err and 'class="heat"' in own.read_text()
     page = tmp_path / "report.html"
+    (trained / "metrics.jsonl").unlink()  # whose figures are drawn in other tests
     run_cli.ok("report", trained, "--out", page, "--figures", "pdf", "--tables", "csv,latex")
     html = page.read_text()
     assert 'id="lab"' in html and 'class="heat"' in html and "Convergence depth" in html

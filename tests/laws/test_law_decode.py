@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space import GRT, house, over_space
+from space import GRT, cases, house, over_space
 from torch import Tensor
 
 from alcoda.laws.decode import (
@@ -32,6 +32,13 @@ def decodes(config: ModelConfig) -> bool:
 
 
 both_depths = pytest.mark.parametrize("n_loops", [1, 3])
+DESIGNS = [case for case in cases() if decodes(case.config)]
+over_depths = pytest.mark.parametrize(
+    ("config", "n_loops"),
+    [pytest.param(case.config, 3, id=f"{case.name}-3") for case in DESIGNS]
+    + [pytest.param(case.config, 1, id=f"{case.name}-1") for case in DESIGNS[::3]],
+)
+"""Every design at three loops; some at one, which three begin with: of rows, the depth decides nothing more."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +91,7 @@ def test_control_a_store_that_miscounts_positions_is_noticed() -> None:
 # -- left padding -----------------------------------------------------------------------------------------------------
 
 
-@both_depths
-@over_space(decodes)
+@over_depths
 def test_left_padded_rows_equal_rows_alone(config: ModelConfig, n_loops: int) -> None:
     check_left_padded(make(config), at_most(config, n_loops))
 
@@ -104,8 +110,7 @@ def test_rotary_positions_are_relative() -> None:
     check_left_padded(make(house(position="rope")), 3, tells_pos=False)
 
 
-@both_depths
-@over_space(decodes)
+@over_depths
 def test_a_row_may_idle_while_another_goes_on(config: ModelConfig, n_loops: int) -> None:
     check_idle_row(make(config), at_most(config, n_loops))
 
@@ -142,8 +147,7 @@ def test_control_a_row_of_padding_that_is_not_a_number_is_noticed(monkeypatch: p
 # -- batch-mates ------------------------------------------------------------------------------------------------------
 
 
-@both_depths
-@over_space(decodes)
+@over_depths
 def test_batch_mates_change_nothing(config: ModelConfig, n_loops: int) -> None:
     check_batch_mates(make(config), at_most(config, n_loops))
 
@@ -158,8 +162,7 @@ def test_control_rows_that_mix_are_noticed() -> None:
 # -- writing again ----------------------------------------------------------------------------------------------------
 
 
-@both_depths
-@over_space(decodes)
+@over_depths
 def test_a_token_written_again_replaces_its_key(config: ModelConfig, n_loops: int) -> None:
     check_written_again(make(config), at_most(config, n_loops))
 

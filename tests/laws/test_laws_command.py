@@ -71,7 +71,17 @@ def designs() -> dict[str, Path]:
     return {f"{path.parent.name}-{path.stem}": path for path in found.values()}
 
 
-@pytest.mark.parametrize("path", designs().values(), ids=designs())
+SLOW = {"papers", "oracles"}
+"""Their designs are those of the other folders, but for a choice or two: of pairs of choices the space is made."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=[pytest.mark.slow] if path.parent.name in SLOW else [])
+        for name, path in designs().items()
+    ],
+)
 def test_every_recipe_keeps_every_law(path: Path) -> None:
     recipe = load_recipe(path)
     report = check_laws(recipe)
