@@ -111,7 +111,7 @@ def test_what_is_there_is_measured_and_what_is_not_is_named(
     ours = result["ours"]
     assert (ours["simulated"], ours["acceptance"], ours["draft_loops"]) == (True, [0.5], 2)
     # float32: the tied head is laid out once more, and weights of norms are there twice more, side by side.
-    assert ours["weight_bytes"] == 4 * (ours["params"] + 64 * 32 + 2 * 3 * 32)
+    assert ours["weight_bytes"] == 4 * (ours["params"] + 64 * 32 + 2 * 5 * 32)
     assert (result["shape"]["d_model"], result["shape"]["n_core"], result["shape"]["n_loops"]) == (32, 2, 3)
     assert result["machine"]["dtype"] == "float32" and result["versions"]["torch"] == torch.__version__
     assert result["targets"]["hf_llama"] == [
