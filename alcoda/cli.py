@@ -24,7 +24,7 @@ from alcoda import (
     serve_command,
 )
 from alcoda.errors import RunError, UsageError
-from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, With, parse_keep
+from alcoda.options import Cache, Checkpoint, Json, Plugin, Run, Set, Wavefront, With, parse_keep
 from alcoda.show import print_json, print_recipes, print_table, say
 
 app = typer.Typer(
@@ -145,14 +145,7 @@ def generate(
         ),
     ] = None,
     cache: Cache = None,
-    wavefront: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft the next token after so many loops and check it where this one leaves: the same text, sooner.",
-            metavar="LOOPS",
-            min=1,
-        ),
-    ] = None,
+    wavefront: Wavefront = None,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,

@@ -58,6 +58,14 @@ Cache = Annotated[
         metavar="NAME",
     ),
 ]
+Wavefront = Annotated[
+    int | None,
+    typer.Option(
+        help="Draft the next token after so many loops and check it where this one leaves: the same text, sooner.",
+        metavar="LOOPS",
+        min=1,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON, one line.")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a checkpoint's name (step_00000500).")]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alcoda.options import Cache, Checkpoint, Json, Plugin, parse_size
+from alcoda.options import Cache, Checkpoint, Json, Plugin, Wavefront, parse_size
 from alcoda.show import print_json, say
 
 KEY = "ALCODA_API_KEY"
@@ -44,14 +44,7 @@ def serve(
     ] = 0.0,
     loops: Annotated[int | None, typer.Option(help="A request may ask for so many. Default: the model's.")] = None,
     width: Annotated[int, typer.Option(help="Tokens of a launch, at most.", min=1)] = 32,
-    wavefront: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft the next token after so many loops and check it where this one leaves: the same text, sooner.",
-            metavar="LOOPS",
-            min=1,
-        ),
-    ] = None,
+    wavefront: Wavefront = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="A text does not depend on others that run, to the bit.")
     ] = False,

@@ -41,7 +41,7 @@ from train import CPU
 
 from alcoda.bench import ACCEPTANCE, DRAFT_LOOPS
 from alcoda.engine import packed, workload
-from alcoda.engine.engine import check_drafts, check_serves
+from alcoda.engine.refusals import check_drafts, check_serves
 from alcoda.engine.workload import Mode, Script, Work
 from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig

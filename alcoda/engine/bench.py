@@ -11,7 +11,7 @@ from statistics import median, median_low, quantiles
 from typing import Any
 
 from alcoda import progress
-from alcoda.engine.engine import check_drafts
+from alcoda.engine.refusals import check_drafts
 from alcoda.engine.stats import flop_bound
 from alcoda.engine.workload import MODES, REQUESTS, UNIFORM, Mode, Timing, Work, timed
 from alcoda.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from alcoda.engine.cache import bytes_per_token
-from alcoda.engine.engine import check_serves
+from alcoda.engine.refusals import check_serves
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy, caches
 from alcoda.model.config import ModelConfig

@@ -18,8 +18,9 @@ from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.trajectory import NUMBERS, trace
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.alone import Alone
-from alcoda.engine.engine import CACHE_TOKENS, Engine, Options, refuses
+from alcoda.engine.engine import CACHE_TOKENS, Engine, Options
 from alcoda.engine.generated import Generated, Pieces, Texts
+from alcoda.engine.refusals import refuses
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
 from alcoda.engine.service import Service

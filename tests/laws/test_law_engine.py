@@ -17,7 +17,8 @@ from torch import Tensor
 
 from alcoda.depth.rules import rules
 from alcoda.engine.cache import Arena, RowStore
-from alcoda.engine.engine import Engine, check_drafts, refuses
+from alcoda.engine.engine import Engine
+from alcoda.engine.refusals import check_drafts, refuses
 from alcoda.errors import UsageError
 from alcoda.laws.exits import at_work
 from alcoda.laws.subject import make_plain, tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import openai
 import pytest
@@ -11,6 +12,9 @@ from serving import serving, tiny
 
 from alcoda.engine.llm import LM
 from alcoda.serve.server import Server
+
+if find_spec("playwright") is not None:
+    from page_browser import browser, page_url, watched  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

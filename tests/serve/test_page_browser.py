@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
 from typing import Any
 
 import pytest
-from page_browser import MARKS, Watched, chromium, finished, generate, loops_of, serve
+from page_browser import MARKS, Watched, finished, generate, loops_of
 
 from playwright.sync_api import Browser, Page, expect  # isort: skip
 
 pytestmark = MARKS
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    with serve(tmp_path_factory.mktemp("serve")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Browser]:
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture
-def watched(browser: Browser, server: str) -> Generator[Watched]:
-    found = Watched(browser, server)
-    yield found
-    found.context.close()
 
 
 def turn(page: Page, letter: str, to: int, way: str | None = None) -> None:
@@ -185,9 +165,9 @@ def test_by_keyboard_alone(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("scheme", "width"), [("light", 1440), ("dark", 1440), ("light", 400), ("dark", 400)], ids=lambda x: str(x)
 )
-def test_light_dark_wide_and_narrow(browser: Browser, server: str, scheme: Any, width: int) -> None:
+def test_light_dark_wide_and_narrow(browser: Browser, page_url: str, scheme: Any, width: int) -> None:
     watched = Watched(
-        browser, server, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+        browser, page_url, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
     )
     page = watched.open()
     page.check("#compare")

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from page_browser import MARKS, Watched, chromium, generate, loops_of, serve
+from page_browser import MARKS, Watched, generate, loops_of, serve
 
 from playwright.sync_api import Browser, Route, expect  # isort: skip
 
 pytestmark = MARKS
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    with serve(tmp_path_factory.mktemp("serve")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Browser]:
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture
-def watched(browser: Browser, server: str) -> Generator[Watched]:
-    found = Watched(browser, server)
-    yield found
-    found.context.close()
 
 
 HOSTILE = [

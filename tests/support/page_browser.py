@@ -94,3 +94,22 @@ def finished(page: Page) -> None:
 def loops_of(page: Page, lane: str = "a") -> list[int]:
     buttons = page.locator(f"article[aria-labelledby=lane-{lane}] .tokens .token")
     return [int(x) for x in buttons.evaluate_all("all => all.map(one => one.dataset.loops)")]
+
+
+@pytest.fixture(scope="module")
+def page_url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    with serve(tmp_path_factory.mktemp("serve")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture
+def watched(browser: Browser, page_url: str) -> Generator[Watched]:
+    found = Watched(browser, page_url)
+    yield found
+    found.context.close()
