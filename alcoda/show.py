@@ -280,12 +280,11 @@ def print_bench(found: Any) -> None:
                 drafts,
                 f"{one.overhead:.1%}",
                 f"{one.cache_bytes / 1e6:,.1f}",
-                f"{one.peak_memory_bytes / 1e6:,.0f}",
                 same[one.tokens_identical],
             ]
         )
     head = ["at once", "mode", "tokens/s", "over fixed", "decoding", "over fixed", "bound", "of it", "loops"]
-    head += ["launches", "width", "drafts right", "overhead", "cache MB", "peak MB", "tokens"]
+    head += ["launches", "width", "drafts right", "overhead", "cache MB", "tokens"]
     if all(one.tokens_identical is None for one in found.scores):
         head, rows = head[:-1], [row[:-1] for row in rows]
     machine = found.machine
@@ -295,7 +294,10 @@ def print_bench(found: Any) -> None:
         f"{machine['dtype']}"
     )
     print_table(head, rows, title, n_left=2)
-    print(f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB")
+    print(
+        f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB, "
+        f"the process at most {found.peak_memory_bytes / 1e6:,.0f} MB"
+    )
     if found.simulated:
         share = f"{found.acceptance:g}"
         print(f"random weights: tokens are scripted, and the share of drafts that are right, {share}, is simulated")

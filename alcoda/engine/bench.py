@@ -1,6 +1,6 @@
 """What the engine gains, mode by mode on the same work: depths of tokens are recorded once and replayed by all.
 
-Modes take turns, round after round, fixed depth first; a ratio is to fixed depth in the same round.
+In a round modes take turns, some tokens at a time; a ratio is to fixed depth in the same round.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from alcoda import progress
 from alcoda.engine.refusals import check_drafts
 from alcoda.engine.stats import flop_bound
-from alcoda.engine.workload import MODES, REQUESTS, UNIFORM, Mode, Timing, Work, timed
+from alcoda.engine.workload import MODES, REQUESTS, UNIFORM, Mode, Timing, Work, timed, timed_in_turn
 from alcoda.errors import UsageError
-from alcoda.training.device import describe
+from alcoda.training.device import describe, forget_peak_memory, peak_memory_bytes
 
 WARM_UP_TOKENS = 3
 
@@ -49,7 +49,6 @@ class ModeScore:
         drafts, checked, accepted: tokens drafted, held against what came of it, and right.
         overhead: the share of decoding that is not within the model's passes (`Stats.overhead`).
         cache_bytes: of the engine's cache.
-        peak_memory_bytes: the most that the process held in such a run.
         same_tokens_as, tokens_identical: in a run of deterministic launches, whether tokens were those of that mode;
             None: it was not asked.
     """
@@ -72,7 +71,6 @@ class ModeScore:
     accepted: int
     overhead: float
     cache_bytes: int
-    peak_memory_bytes: int
     same_tokens_as: str | None
     tokens_identical: bool | None
 
@@ -88,6 +86,7 @@ class BenchResult:
         acceptance: with which drafts are right that are drawn after ``draft_loops``; None: the model's own say.
         simulated: whether tokens and acceptance are scripted.
         params, weights_bytes: of the model as it is held.
+        peak_memory_bytes: the most that the process held, with the caches of all modes at one time.
         scores: by concurrency, mode by mode.
     """
 
@@ -103,6 +102,7 @@ class BenchResult:
     acceptance: float | None
     params: int
     weights_bytes: int
+    peak_memory_bytes: int
     notes: tuple[str, ...]
     machine: dict[str, Any]
     scores: tuple[ModeScore, ...]
@@ -140,6 +140,7 @@ def bench(
     """
     modes, notes = _modes(work)
     scores: list[ModeScore] = []
+    forget_peak_memory(work.model.embed.weight.device)
     steps = len(concurrency) * len(modes) * (1 + rounds + deterministic)
     with progress.bar(f"decoding {what}", steps) as advance:
         for n in concurrency:
@@ -148,9 +149,10 @@ def bench(
                 timed(replace(work, n_new=min(work.n_new, WARM_UP_TOKENS)), mode, n, n)
                 advance()
             for _ in range(rounds):
-                for mode in modes:
-                    found[mode.name].append(timed(work, mode, n))
-                    advance(note=f"{mode.name} {n} at a time: {found[mode.name][-1].tokens_per_s:,.0f} tokens/s")
+                note = f"{n} at a time"
+                ran = timed_in_turn(work, modes, n, lambda share, note=note: advance(share * len(modes), note))
+                for mode, timing in zip(modes, ran, strict=True):
+                    found[mode.name].append(timing)
             told: dict[str, list[list[int]]] = {}
             for mode in modes if deterministic else ():
                 told[mode.name] = timed(work, mode, n, deterministic=True).tokens
@@ -173,6 +175,7 @@ def bench(
         acceptance=acceptance,
         params=sum(p.numel() for p in model.parameters()),
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        peak_memory_bytes=peak_memory_bytes(model.embed.weight.device),
         notes=tuple(notes),
         machine=describe(model.embed.weight.device, dtype),
         scores=tuple(scores),
@@ -225,7 +228,6 @@ def _score(
         accepted=count("accepted"),
         overhead=median(one["overhead"] for one in reports),
         cache_bytes=mine[0].cache_bytes,
-        peak_memory_bytes=max(one.peak_bytes for one in mine),
         same_tokens_as=mode.same_as,
         tokens_identical=told[mode.name] == told[mode.same_as] if told and mode.same_as else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,6 @@ from alcoda.engine.sampling import Drawn, Row, Sampling
 from alcoda.engine.stats import Stats
 from alcoda.errors import RunError, UsageError
 from alcoda.model.lm import RecurrentLM
-from alcoda.training.device import forget_peak_memory, peak_memory_bytes
 
 REQUESTS = 2
 """For each place, so that places are taken again."""
@@ -206,9 +205,8 @@ class Timing:
     """One run of one mode.
 
     Attributes:
-        seconds: from the first request to the last token.
+        seconds: that the engine was at work, from the first request to the last token.
         tokens: by request, the likeliest at each position.
-        peak_bytes: that the process held meanwhile.
     """
 
     seconds: float
@@ -216,7 +214,6 @@ class Timing:
     n_requests: int
     tokens: list[list[int]]
     cache_bytes: int
-    peak_bytes: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -229,28 +226,68 @@ class Timing:
         return (self.stats.tokens - self.n_requests) / max(self.seconds - self.stats.seconds["piece"], 1e-9)
 
 
+class Decoding:
+    """One mode's engine and its requests, decoded a share at a time (`go`)."""
+
+    def __init__(self, work: Work, mode: Mode, concurrency: int, n: int | None = None, deterministic: bool = False):
+        requests = work.requests(mode, concurrency * REQUESTS if n is None else n, work.test(mode))
+        self.mode, self.n_tokens, self.seconds = mode, sum(one.max_tokens for one in requests), 0.0
+        self.engine = work.engine(mode, concurrency, deterministic)
+        self.completions = [one for request in requests for one in self.engine.submit(request)]
+
+    def go(self, share: float = 1.0) -> None:
+        """Launch until so large a share of all new tokens is there; with 1, until nothing is left to do."""
+        began, upto = perf_counter(), self.n_tokens if share < 1 else self.n_tokens + 1
+        with self.engine.runner.passes():
+            while self.engine.stats.tokens < share * upto and self.engine.step() is not None:
+                pass
+        self.seconds += perf_counter() - began
+
+    def timing(self) -> Timing:
+        """Of a run that has ended.
+
+        Raises:
+            RunError: a request failed.
+        """
+        check_all_ran(self.completions, f"mode {self.mode.name}")
+        tokens = [_likeliest(one) for one in self.completions]
+        n_bytes = self.engine.runner.arena.size.n_bytes
+        return Timing(self.seconds, self.engine.stats, len(self.completions), tokens, n_bytes)
+
+
 def timed(work: Work, mode: Mode, concurrency: int, n: int | None = None, deterministic: bool = False) -> Timing:
     """Decode ``n`` requests (concurrency * `REQUESTS` where None), so many at one time.
 
     Raises:
         RunError: a request failed.
     """
-    device = work.model.embed.weight.device
-    requests = work.requests(mode, concurrency * REQUESTS if n is None else n, work.test(mode))
-    forget_peak_memory(device)
-    engine = work.engine(mode, concurrency, deterministic)
-    began = perf_counter()
-    completions = [one for (one,) in engine.run(requests)]
-    seconds = perf_counter() - began
-    check_all_ran(completions, f"mode {mode.name}")
-    return Timing(
-        seconds,
-        engine.stats,
-        len(requests),
-        [_likeliest(one) for one in completions],
-        engine.runner.arena.size.n_bytes,
-        peak_memory_bytes(device),
-    )
+    run = Decoding(work, mode, concurrency, n, deterministic)
+    run.go()
+    return run.timing()
+
+
+SLICES = 32
+"""Into which a run is cut where modes take turns."""
+
+
+def timed_in_turn(
+    work: Work, modes: Sequence[Mode], concurrency: int, told: Callable[[float], None] = lambda share: None
+) -> list[Timing]:
+    """Decode the same requests in each mode, all at one time: a slice of each mode's tokens in turn, forwards and
+    backwards (A B B A), so that a machine whose speed wanders within seconds is as fast for one mode as for another.
+
+    Args:
+        told: is called after each slice, with its share of the whole.
+
+    Raises:
+        RunError: a request failed.
+    """
+    runs = [Decoding(work, mode, concurrency) for mode in modes]
+    for i in range(1, SLICES + 1):
+        for run in runs if i % 2 else reversed(runs):
+            run.go(i / SLICES)
+            told(1 / (SLICES * len(runs)))
+    return [run.timing() for run in runs]
 
 
 def _likeliest(completion: Completion) -> list[int]:

@@ -19,7 +19,21 @@ from alcoda.engine.bench import Spread, bench
 from alcoda.engine.decode import decode
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.stats import Stats, Stopwatch, flop_bound
-from alcoda.engine.workload import MODES, REQUESTS, UNIFORM, Mode, Script, Timing, Work, record, spread_depths, timed
+from alcoda.engine.workload import (
+    MODES,
+    REQUESTS,
+    SLICES,
+    UNIFORM,
+    Decoding,
+    Mode,
+    Script,
+    Timing,
+    Work,
+    record,
+    spread_depths,
+    timed,
+    timed_in_turn,
+)
 from alcoda.errors import RunError, UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
@@ -165,6 +179,33 @@ def test_a_trace_that_does_not_fit_is_refused() -> None:
     assert timed(replace(one, trace=longer), BY_NAME["refill"], 2).stats.mean_loops == 2
 
 
+def test_modes_take_turns_and_do_what_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each slice of a mode it has as large a share of its tokens as there were slices, and no mode is two slices
+    ahead of another; what is decoded is what each decodes alone."""
+    one, modes, n = work(acceptance=None), list(MODES), 2
+    ran: list[tuple[str, float]] = []
+    real = Decoding.go
+
+    def go(run: Decoding, share: float = 1.0) -> None:
+        real(run, share)
+        assert run.engine.stats.tokens >= share * run.n_tokens
+        ran.append((run.mode.name, share))
+
+    monkeypatch.setattr(Decoding, "go", go)
+    shares: list[float] = []
+    found = timed_in_turn(one, modes, n, shares.append)
+    assert len(ran) == len(shares) == SLICES * len(modes) and sum(shares) == pytest.approx(1)
+    for i in range(SLICES):
+        part = ran[i * len(modes) : (i + 1) * len(modes)]
+        names = [mode.name for mode in modes]
+        assert part == [(name, (i + 1) / SLICES) for name in (names if i % 2 == 0 else names[::-1])]
+    for mode, timing in zip(modes, found, strict=True):
+        alone = timed(one, mode, n)
+        assert timing.tokens == alone.tokens and timing.n_requests == alone.n_requests == n * REQUESTS
+        assert timing.stats.tokens == alone.stats.tokens == timing.n_requests * N_NEW
+        assert 0 < timing.stats.wall_s <= timing.seconds
+
+
 def test_a_request_that_fails_is_told() -> None:
     one = work(acceptance=None)
     for weight in one.model.parameters():
@@ -181,7 +222,7 @@ def timing(seconds: float, piece_s: float, model_s: float, loops: dict[int, int]
     stats.seconds["piece"], stats.model_s["piece"], stats.model_s["core"] = piece_s, piece_s, model_s
     stats.launches.update(core=10, piece=2)
     stats.rows.update(core=25, piece=16)
-    return Timing(seconds, stats, 4, [[1]], 1000, 5000)
+    return Timing(seconds, stats, 4, [[1]], 1000)
 
 
 def test_figures_by_hand() -> None:
