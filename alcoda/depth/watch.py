@@ -67,7 +67,7 @@ class ExitTest:
     def __init__(self, model: RecurrentLM, bounds: Bounds) -> None:
         self.model, self.bounds, self.n_loops = model, bounds, len(bounds.thresholds)
         self.threshold_R = torch.tensor(bounds.thresholds, dtype=torch.float64, device=model.embed.weight.device)
-        self._rounded_R = self.threshold_R
+        self._rounded_R, self._is_one = self.threshold_R, len(set(bounds.thresholds)) == 1
 
     def of_rows(self, rows: Sequence[int]) -> ExitTest:
         """The test for texts that are these rows of what it was recorded on, in a pass of their own."""
@@ -99,17 +99,17 @@ class ExitTest:
         due, own = (kept[:1], kept[1:]) if bounds.horizon else ((), kept)
         score_N, own = self.score(seen, own)
         # The threshold is rounded as the score is, once: fp32 at least.
-        fires_N = score_N < self._thresholds(score_N.dtype)[loop - 1]
+        fires_N = score_N < self._threshold(loop, score_N.dtype)
         if bounds.min_loops > 1:
             fires_N = fires_N & (torch.as_tensor(loop, device=fires_N.device) + bounds.horizon >= bounds.min_loops)
         leaves_N = due[0] if due else fires_N
         last = torch.as_tensor(loop, device=fires_N.device) >= bounds.max_loops
         return leaves_N | last, score_N, (*[fires_N] * len(due), *own)
 
-    def _thresholds(self, dtype: torch.dtype) -> Tensor:
+    def _threshold(self, loop: int | Tensor, dtype: torch.dtype) -> Tensor:
         if self._rounded_R.dtype != dtype:
             self._rounded_R = self.threshold_R.to(dtype)
-        return self._rounded_R
+        return self._rounded_R[0] if self._is_one else self._rounded_R[loop - 1]
 
     def begin(self, h_ND: Tensor, where: Where) -> Kept:
         """What the score needs of the loop before the first."""

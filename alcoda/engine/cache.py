@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,6 +106,7 @@ class Arena:
         self._slabs = {
             (stage, layer): (kv[0, layer], kv[1, layer]) for stage, kv in self.kv.items() for layer in range(kv.size(1))
         }
+        self._flat = {key: tuple(x.view(-1, width) for x in kv) for key, kv in self._slabs.items()}
         self._free = [Span(0, n_tokens)]
         for kv in self.kv.values():
             kv[..., n_tokens, :] = 0  # what filling rows read is a number
@@ -157,6 +159,24 @@ class Arena:
     def slabs(self, stage: str, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [slot, G, token, K] each."""
         return self._slabs[stage, layer]
+
+    def put(self, stage: str, layer: int, places_N: Tensor, keys: Keys) -> None:
+        """Write keys and values of some heads, ``[.., K]`` each, where `places` has them."""
+        for slab_PK, x in zip(self._flat[stage, layer], keys, strict=True):
+            x_NK = x.reshape(-1, x.size(-1))
+            slab_PK.index_copy_(0, places_N, x_NK if x.dtype == slab_PK.dtype else x_NK.to(slab_PK.dtype))
+
+    def places(self, stage: str, slots: Sequence[int], at: Sequence[int]) -> Tensor:
+        """Where the heads of some tokens are in a slab, its dimensions before the last taken as one, [N G].
+
+        Args:
+            slots, at: slot and token of each of N.
+        """
+        kv = self.kv[stage]
+        n_heads, n_tokens = kv.shape[3:5]
+        first_N = np.array(slots) * (n_heads * n_tokens) + np.array(at)  # by numpy: torch takes ten small kernels
+        places_NG = first_N[:, None] + np.arange(n_heads) * n_tokens
+        return torch.from_numpy(places_NG.reshape(-1)).to(kv.device)
 
     def slots(self, span: Span) -> dict[Slot, Keys]:
         """Views of a span as the slots of a `alcoda.model.keys.KeyStore` of one row, ``k_1GSK, v_1GSK`` each."""
@@ -223,7 +243,6 @@ class RowStore:
     Args:
         ends: where each row's text begins in the arena, and ends behind the row's token.
         pos_W1: positions of the tokens in their texts.
-        at_W: the tokens' places in the arena.
         slots: by stage, the slot of each row; a stage that is not named has one.
     """
 
@@ -234,11 +253,12 @@ class RowStore:
         arena: Arena,
         ends: Sequence[tuple[int, int]],
         pos_W1: Tensor,
-        at_W: Tensor,
         slots: dict[str, Sequence[int]],
     ) -> None:
-        self.arena, self.n_tokens, self.ends, self.pos_W1, self.at_W, self.slots = arena, 1, ends, pos_W1, at_W, slots
+        self.arena, self.n_tokens, self.ends, self.pos_W1, self.slots = arena, 1, ends, pos_W1, slots
+        # Of a stage, once for all its layers.
         self._places: dict[str, Tensor] = {}
+        self._views: dict[str, list[tuple[tuple[int, int, int, int], int]]] = {}
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
@@ -253,38 +273,33 @@ class RowStore:
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> RowKeys:
         """As `KeyStore.write`, each row in its slot of the stage, whatever loop is named."""
         stage, layer, _ = slot
-        slabs, places_N = self.arena.slabs(stage, layer), self._places.get(stage)
+        places_N = self._places.get(stage)
         if places_N is None:
-            places_N = self._places[stage] = self._at(stage)
-        for kv, x_BGTK in zip(slabs, (k_BGTK, v_BGTK), strict=True):
-            kv.view(-1, kv.size(-1)).index_copy_(0, places_N, x_BGTK.reshape(-1, kv.size(-1)).to(kv.dtype))
-        return self._rows(*slabs, stage)
+            at = [stop - 1 for _, stop in self.ends]
+            places_N = self._places[stage] = self.arena.places(stage, self._slots(stage), at)
+        self.arena.put(stage, layer, places_N, (k_BGTK, v_BGTK))
+        return self._rows(stage, layer)
 
     def stored(self, slot: Slot) -> RowKeys:
         """All keys and values that each row may see."""
         stage, layer, _ = slot
-        return self._rows(*self.arena.slabs(stage, layer), stage)
+        return self._rows(stage, layer)
 
-    def _at(self, stage: str) -> Tensor:
-        """Where each row's heads are in a slab, its dimensions before the last taken as one, [W G]."""
-        n_heads, n_tokens = self.arena.kv[stage].shape[3:5]
-        head_G = torch.arange(n_heads, device=self.at_W.device)
-        at_WG = self.at_W[:, None] + head_G * n_tokens
-        if stage in self.slots:
-            slots_W = torch.tensor(self.slots[stage], device=self.at_W.device)
-            at_WG = at_WG + slots_W[:, None] * (n_heads * n_tokens)
-        return at_WG.flatten()
+    def _slots(self, stage: str) -> Sequence[int]:
+        return self.slots.get(stage, (0,) * len(self.ends))
 
-    def _rows(self, k: Tensor, v: Tensor, stage: str) -> RowKeys:
-        places = self.slots.get(stage, (0,) * len(self.ends))
-        # One view a row and no slices of slices: with many rows they would take a third of the attention's time.
+    def _rows(self, stage: str, layer: int) -> RowKeys:
+        k, v = self.arena.slabs(stage, layer)
         heads, width, (of_slot, of_head, of_token, one) = k.size(1), k.size(3), k.stride()
-        form = [
-            ((1, heads, stop - start, width), at * of_slot + start * of_token)
-            for at, (start, stop) in zip(places, self.ends, strict=True)
-        ]
+        # One view a row and no slices of slices: with many rows they would take a third of the attention's time.
+        views = self._views.get(stage)
+        if views is None:
+            views = self._views[stage] = [
+                ((1, heads, stop - start, width), at * of_slot + start * of_token)
+                for at, (start, stop) in zip(self._slots(stage), self.ends, strict=True)
+            ]
         stride, k_first, v_first = (of_slot, of_head, of_token, one), k.storage_offset(), v.storage_offset()
         return RowKeys(
-            [k.as_strided(size, stride, k_first + first) for size, first in form],
-            [v.as_strided(size, stride, v_first + first) for size, first in form],
+            [k.as_strided(size, stride, k_first + first) for size, first in views],
+            [v.as_strided(size, stride, v_first + first) for size, first in views],
         )

@@ -84,7 +84,9 @@ class FusedNorm(nn.Module):
         self.weight = None if weight_D is None else nn.Parameter(torch.cat([weight_D, weight_D]), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else self.weight.to(x.dtype)
+        weight = self.weight
+        if weight is not None and weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
         if x.numel() > self.FEW * self.width:
             return torch.rms_norm(x, (self.width,), None if weight is None else weight[: self.width], self.eps)
         both = torch.layer_norm(torch.cat([x, -x], -1), (2 * self.width,), weight, None, self.eps)

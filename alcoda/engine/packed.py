@@ -1,8 +1,9 @@
 """Weights laid out as a CPU's matrix kernels read them.
 
 A product in bf16 on a CPU first lays out its weights anew, which for the few rows of a launch takes longer than the
-product. Laid out once, the products are the same to the bit and take a third to a half of the time. In fp32, weights
-whose inputs stand together take down to half of it (docs/LOG.md).
+product. Laid out once, the products are the same to the bit and take a third to a half of the time. In fp32 the head's,
+of which there are many, take down to a third of it, and of other maps weights whose inputs stand together down to half
+(docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ ROWS = 8
 _SERVED: WeakKeyDictionary[RecurrentLM, tuple[Any, RecurrentLM]] = WeakKeyDictionary()
 
 
-def lay_out(weight: Tensor) -> Tensor:
-    """A weight in bf16 as the kernels read it: only `product` reads it."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(torch.bfloat16).contiguous(), ROWS)
+def lay_out(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A weight, in bf16 or fp32, as the kernels read it: only `product` reads it."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype).contiguous(), ROWS)
 
 
 def product(x: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` in bf16, of a weight from `lay_out`."""
-    return torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), laid_out, bias, "none", [], "")
+    """``F.linear`` of a weight from `lay_out`, in its type."""
+    return torch.ops.mkldnn._linear_pointwise(x.to(laid_out.dtype), laid_out, bias, "none", [], "")
 
 
 @functools.cache
@@ -94,15 +95,15 @@ class PlainHead(TiedHead):
         return logits_NV.unflatten(0, y_BTD.shape[:-1])
 
 
-class TurnedHead(TiedHead):
-    """A tied head in fp32, the weights of each input side by side in memory. For inference."""
+class PackedHead(TiedHead):
+    """A tied head in fp32 of weights that are laid out. For inference."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         super().__init__()
-        self.weight = _side_by_side(weight_VD)
+        self.laid_out = lay_out(weight_VD, torch.float32)
 
     def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
-        return F.linear(y_BTD, self.weight)
+        return product(y_BTD, self.laid_out, None)
 
 
 def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
@@ -167,8 +168,8 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
         head = PlainHead(model.head_weight_VD)
         if not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
             _drop(model.head)
-    elif type(model.head) is TiedHead:
-        head = TurnedHead(model.head_weight_VD)
+    elif type(model.head) is TiedHead and is_there():
+        head = PackedHead(model.head_weight_VD)
     packed = _packed(model, part)
     if head is not None:
         packed.head = head
@@ -183,7 +184,8 @@ def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
     """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
     packed = served(model, dtype)
     own = {p.data_ptr(): p.numel() * p.element_size() for m in (model, packed) for p in m.parameters()}
-    return sum(own.values()) + sum(2 * m.laid_out.numel() for m in packed.modules() if isinstance(m, PackedLinear))
+    laid_out = [m.laid_out for m in packed.modules() if isinstance(m, PackedLinear | PackedHead)]
+    return sum(own.values()) + sum(x.numel() * x.element_size() for x in laid_out)
 
 
 def _state(model: RecurrentLM) -> list[tuple[int, int]]:

@@ -118,6 +118,7 @@ class Runner:
         self.filler = filler()
         self.in_model = Stopwatch()
         self._rotation: Rotation | None = None
+        self._turns_P211K = torch.empty(0)
         self._n_turned = 0
 
     def passes(self) -> AbstractContextManager[Any]:
@@ -153,9 +154,8 @@ class Runner:
             recall = begun.core.recall
             assert recall.m_BTD is not None
             self.recall.put(rows_N, [x[:n] for x in (recall.m_BTD, recall.x0_BTD, *recall.shared)])
-        for test, group in _by_test(items):
-            index_N = torch.tensor([i for i, _ in group], device=self.device)
-            text_N, token_N = torch.tensor([_where(item) for _, item in group], device=self.device).unbind(1)
+        for test, index in _by_test(items):
+            index_N, text_N, token_N = self._numbers([index, *zip(*(_where(items[i]) for i in index), strict=True)])
             bank = self.kept.setdefault(test, Bank(self.state.n_rows))
             bank.put(rows_N[index_N], test.start(state.h_BTD[index_N, 0], Where(text_N, token_N)))
 
@@ -191,38 +191,37 @@ class Runner:
             self.arena.replace(CORE, [places[i] for i in out], sum_N[out] / n_N)
 
     def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, rows: Rows) -> list[bool]:
+        n = len(items)
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
-        ran_N, all_N = rows.loops_W[: len(items)] + 1, rows.rows_W[: len(items)]
-        for test, group in _by_test(items):
+        told = rows.loops_W[:n] + 1, before_ND, after_ND
+        for test, index in _by_test(items):
+            group = [items[i] for i in index]
             # Where bits must not depend on the rows beside, a rule too is always asked of so many: its first once more.
             n_more = self.width - len(group) if self.fill else 0
-            index = [i for i, _ in group]
-            # Mostly all tokens have one rule.
-            some: Tensor | None = None
-            if n_more or len(group) < len(items):
+            some: Tensor | None = None  # mostly all tokens have one rule
+            if n_more or len(group) < n:
                 some = torch.tensor([*index, *[index[0]] * n_more], device=self.device)
-            rows_N = all_N if some is None else all_N[some]
+            rows_N = rows.rows_W[:n] if some is None else rows.rows_W[some]
             found: list[tuple[Tensor, Tensor | None]] = []
 
-            def logits(
-                group: Sequence[tuple[int, Item]] = group, found: list[Any] = found, n_more: int = n_more
-            ) -> Tensor:
-                found.append(self.read_out([item for _, item in group], [item.loops for _, item in group]))
+            def logits(group: Sequence[Item] = group, found: list[Any] = found, n_more: int = n_more) -> Tensor:
+                found.append(self.read_out(group, [item.loops for item in group]))
                 of_group = found[0][0]
                 return torch.cat([of_group, of_group[:1].expand(n_more, -1)]) if n_more else of_group
 
-            told = (ran_N, before_ND, after_ND)
             loop_N, from_ND, to_ND = told if some is None else (x[some] for x in told)
             seen = Seen(loop_N, from_ND, to_ND, logits)
             bank = self.kept[test]
-            leaves_N, _, kept = test.exits(seen, tuple(bank.take(rows_N)))
-            bank.put(rows_N[: len(group)], [x[: len(group)] for x in kept])
-            if not found and CODA in self.arena.kv and group[0][1].completion.coda_per_loop:
+            kept = tuple(bank.take(rows_N))
+            leaves_N, _, now = test.exits(seen, kept)
+            if any(one is not before for one, before in zip(now, kept, strict=True)):
+                bank.put(rows_N[: len(group)], [x[: len(group)] for x in now])
+            if not found and CODA in self.arena.kv and group[0].completion.coda_per_loop:
                 logits()  # a recorded trace: those after it read the coda's keys of this loop
-            for n, ((i, item), out) in enumerate(zip(group, leaves_N[: len(group)].tolist(), strict=True)):
+            for k, (i, out) in enumerate(zip(index, leaves_N[: len(group)].tolist(), strict=True)):
                 leaves[i] = leaves[i] or out
                 if found and leaves[i]:
-                    item.readout = found[0][0][n], None if found[0][1] is None else found[0][1][n]
+                    items[i].readout = found[0][0][k], None if found[0][1] is None else found[0][1][k]
         return leaves
 
     def _copy(self, items: Sequence[Item], leaves: Sequence[bool]) -> None:
@@ -300,19 +299,20 @@ class Runner:
         core = [self._core_slot(item) for item in filled]
         loops = [*coda_loops, *[0] * (len(filled) - len(coda_loops))]
         coda = [loop if item.completion.coda_per_loop else 0 for loop, item in zip(loops, filled, strict=True)]
-        # All numbers of a launch in one tensor, by numpy: torch takes as long as a small layer to make one of lists.
-        lines = np.array(
+        rows_W, loops_W, ids_W, pos_W = self._numbers(
             [
                 [item.row for item in filled],
                 [item.loops for item in filled],
                 [item.token for item in filled],
                 positions,
-                [stop - 1 for _, stop in ends],
             ]
         )
-        rows_W, loops_W, ids_W, pos_W, at_W = torch.from_numpy(lines).to(self.device).unbind()
-        store = RowStore(self.arena, ends, pos_W[:, None], at_W, {CORE: core, CODA: coda})
+        store = RowStore(self.arena, ends, pos_W[:, None], {CORE: core, CODA: coda})
         return Rows(filled, max(positions) + 1, rows_W, loops_W, ids_W[:, None], store)
+
+    def _numbers(self, lines: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """Lines of numbers, in one tensor, by numpy: torch takes as long as a small layer to make one of lists."""
+        return torch.from_numpy(np.array(lines)).to(self.device).unbind()
 
     def _core_slot(self, item: Item) -> int:
         """Of the loop that a token runs next."""
@@ -339,10 +339,12 @@ class Runner:
             self._n_turned = max(2 * self._n_turned, n_positions, 256)
             dtype = self.dtype if self.dtype == torch.bfloat16 else self.model.embed.weight.dtype
             self._rotation = self.model.position.rotation(torch.arange(self._n_turned, device=self.device), dtype)
+            if self._rotation is not None:
+                self._turns_P211K = torch.stack(self._rotation[:2], 1)[:, :, None, None]
         if self._rotation is None:
             return None
-        cos, sin = (x[pos_W1][:, None] for x in self._rotation[:2])
-        return self._rotation._replace(cos=cos, sin=sin)
+        cos_W11K, sin_W11K = self._turns_P211K.index_select(0, pos_W1[:, 0]).unbind(1)
+        return self._rotation._replace(cos=cos_W11K, sin=sin_W11K)
 
     def _state(self, rows_W: Tensor) -> State:
         h_BTD, *kept = self.state.take(rows_W)
@@ -379,11 +381,11 @@ def _where(item: Item) -> tuple[int, int]:
     return item.completion.request.row, item.position
 
 
-def _by_test(items: Sequence[Item]) -> list[tuple[ExitTest, list[tuple[int, Item]]]]:
-    """Items with their places, by the rule that looks at them; those without one left out."""
-    groups: dict[ExitTest, list[tuple[int, Item]]] = {}
+def _by_test(items: Sequence[Item]) -> list[tuple[ExitTest, list[int]]]:
+    """Which items each rule looks at; those without one left out."""
+    groups: dict[ExitTest, list[int]] = {}
     for i, item in enumerate(items):
         test = item.completion.request.test
         if test is not None:
-            groups.setdefault(test, []).append((i, item))
+            groups.setdefault(test, []).append(i)
     return list(groups.items())
