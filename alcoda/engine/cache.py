@@ -210,8 +210,11 @@ class Arena:
         kv = self.kv.get(stage)
         if kv is None:
             return
+        n_slots = kv.size(2)
         for slot, at in places:  # few leave at one time: a copy each takes less than one of all by index
-            kv[:, :, slot + 1 :, :, at] = kv[:, :, slot : slot + 1, :, at]
+            if slot + 1 < n_slots:
+                token = kv.select(4, at)
+                token.narrow(2, slot + 1, n_slots - slot - 1).copy_(token.narrow(2, slot, 1))
 
     def newest(self, stage: str, places: Sequence[int]) -> Tensor:
         """Keys and values of some tokens in the only slot of a stage, [N, 2, layer, G, K]."""

@@ -22,8 +22,11 @@ class LaunchTime:
 
     def add(self, rows: int, seconds: float) -> None:
         """A launch of so many rows took so long."""
-        for name, x in (("n", 1.0), ("rows", rows), ("rows2", rows * rows), ("s", seconds), ("rows_s", rows * seconds)):
-            setattr(self, name, FORGETS * getattr(self, name) + x)
+        self.n = FORGETS * self.n + 1
+        self.rows = FORGETS * self.rows + rows
+        self.rows2 = FORGETS * self.rows2 + rows * rows
+        self.s = FORGETS * self.s + seconds
+        self.rows_s = FORGETS * self.rows_s + rows * seconds
 
     @property
     def row_s(self) -> float:

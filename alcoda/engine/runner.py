@@ -65,17 +65,24 @@ class Rows(NamedTuple):
         items: their tokens, those that only fill it up included.
         n_positions: more than the position of any.
         rows_W: of the banks.
-        loops_W: that each has run.
+        n: of them, those that do not only fill it up; they come first.
+        loops_W, ran_W: loops that each has run before the launch, and with it.
         ids_W1: token ids.
         store: where their keys go.
     """
 
     items: Sequence[Item]
+    n: int
     n_positions: int
     rows_W: Tensor
     loops_W: Tensor
+    ran_W: Tensor
     ids_W1: Tensor
     store: RowStore
+
+    def own(self, x_W: Tensor) -> Tensor:
+        """Without the rows that only fill the launch up."""
+        return x_W if self.n == len(self.items) else x_W[: self.n]
 
 
 class Runner:
@@ -146,14 +153,15 @@ class Runner:
         with self.passes(), self.in_model:
             memory_BTD = self._memories(rows.items)
             begun, state = self.model.begin(rows.ids_W1, self.n_loops, memory_BTD, self._opened(rows))
-        n, rows_N = len(items), rows.rows_W[: len(items)]
-        self.state.put(rows_N, [x[:n] for x in (state.h_BTD, *state.kept)])
+        rows_N = rows.own(rows.rows_W)
+        self.state.put(rows_N, [rows.own(x) for x in (state.h_BTD, *state.kept)])
         # A state that comes of the anchor is in the type of the stream from its first loop on.
-        self.anchor.put(rows_N, [begun.e_BTD[:n], begun.early_BTD[:n]] if self.carries else [begun.e_BTD[:n]])
+        kept = (begun.e_BTD, begun.early_BTD) if self.carries else (begun.e_BTD,)
+        self.anchor.put(rows_N, [rows.own(x) for x in kept])
         if begun.core.recall is not None:
             recall = begun.core.recall
             assert recall.m_BTD is not None
-            self.recall.put(rows_N, [x[:n] for x in (recall.m_BTD, recall.x0_BTD, *recall.shared)])
+            self.recall.put(rows_N, [rows.own(x) for x in (recall.m_BTD, recall.x0_BTD, *recall.shared)])
         for test, index in _by_test(items):
             index_N, text_N, token_N = self._numbers([index, *zip(*(_where(items[i]) for i in index), strict=True)])
             bank = self.kept.setdefault(test, Bank(self.state.n_rows))
@@ -167,9 +175,8 @@ class Runner:
             before, anchor = self._state(rows.rows_W), self.anchor.take(rows.rows_W)
             with self.in_model:
                 state = self.model.run_loop(before, anchor[0], rows.loops_W, context)
-            n = len(items)
-            self.state.put(rows.rows_W[:n], [x[:n] for x in (state.h_BTD, *state.kept)])
-            leaves = self._leaves(items, before.h_BTD[:n, 0], state.h_BTD[:n, 0], rows)
+            self.state.put(rows.own(rows.rows_W), [rows.own(x) for x in (state.h_BTD, *state.kept)])
+            leaves = self._leaves(items, rows.own(before.h_BTD)[:, 0], rows.own(state.h_BTD)[:, 0], rows)
         if self.policy.averages and self.model.config.keys.own_keys:
             self._average(items, leaves)
         self._copy(items, leaves)
@@ -193,7 +200,7 @@ class Runner:
     def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, rows: Rows) -> list[bool]:
         n = len(items)
         leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
-        told = rows.loops_W[:n] + 1, before_ND, after_ND
+        told = rows.own(rows.ran_W), before_ND, after_ND
         for test, index in _by_test(items):
             group = [items[i] for i in index]
             # Where bits must not depend on the rows beside, a rule too is always asked of so many: its first once more.
@@ -201,7 +208,7 @@ class Runner:
             some: Tensor | None = None  # mostly all tokens have one rule
             if n_more or len(group) < n:
                 some = torch.tensor([*index, *[index[0]] * n_more], device=self.device)
-            rows_N = rows.rows_W[:n] if some is None else rows.rows_W[some]
+            rows_N = rows.own(rows.rows_W) if some is None else rows.rows_W[some]
             found: list[tuple[Tensor, Tensor | None]] = []
 
             def logits(group: Sequence[Item] = group, found: list[Any] = found, n_more: int = n_more) -> Tensor:
@@ -299,16 +306,12 @@ class Runner:
         core = [self._core_slot(item) for item in filled]
         loops = [*coda_loops, *[0] * (len(filled) - len(coda_loops))]
         coda = [loop if item.completion.coda_per_loop else 0 for loop, item in zip(loops, filled, strict=True)]
-        rows_W, loops_W, ids_W, pos_W = self._numbers(
-            [
-                [item.row for item in filled],
-                [item.loops for item in filled],
-                [item.token for item in filled],
-                positions,
-            ]
+        ran = [item.loops for item in filled]
+        rows_W, loops_W, ran_W, ids_W, pos_W = self._numbers(
+            [[item.row for item in filled], ran, [n + 1 for n in ran], [item.token for item in filled], positions]
         )
         store = RowStore(self.arena, ends, pos_W[:, None], {CORE: core, CODA: coda})
-        return Rows(filled, max(positions) + 1, rows_W, loops_W, ids_W[:, None], store)
+        return Rows(filled, len(items), max(positions) + 1, rows_W, loops_W, ran_W, ids_W[:, None], store)
 
     def _numbers(self, lines: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
         """Lines of numbers, in one tensor, by numpy: torch takes as long as a small layer to make one of lists."""
