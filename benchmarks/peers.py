@@ -16,8 +16,10 @@ could not be right: tokens are scripted, and of the drafts a share is right by t
 shipped model after as many loops (`alcoda.bench.ACCEPTANCE`). The model runs for every one of them all the same. So
 that all do the same work, no stop is known to any of them.
 
-Rounds alternate: a peer, then each mode of ours, then the peer again. A ratio is tokens/s of ours over the peer's in
-the same round; medians and quartiles over rounds. Tokens/s are of the whole call, prompt included;
+In a round a peer and the modes of ours decode side by side: after each eighth of its tokens the peer is held up, its
+clock with it, and each mode of ours decodes as large a share, so that a machine whose speed wanders is as fast for one
+as for another. A ratio is tokens/s of ours over the peer's in the same round; medians and quartiles over rounds.
+Tokens/s are of the whole call, prompt included;
 ``decode_tokens_per_s`` are those behind the first new one of each row, over the time without prompts.
 """
 
@@ -42,7 +44,7 @@ from train import CPU
 from alcoda.bench import ACCEPTANCE, DRAFT_LOOPS
 from alcoda.engine import packed, workload
 from alcoda.engine.refusals import check_drafts, check_serves
-from alcoda.engine.workload import Mode, Script, Work
+from alcoda.engine.workload import Decoding, Mode, Script, Work
 from alcoda.errors import UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
@@ -96,8 +98,14 @@ class Timing:
         return self.rows * (self.n_new - 1) / (self.seconds - self.prompt_s)
 
 
-Run = Callable[[Tensor, int], Timing]
-"""Continues prompts ``[B, T]`` by so many tokens each."""
+SLICES = 8
+"""Into which a round is cut."""
+Between = Callable[[int], None]
+"""Is called when so many new tokens are there, and is on no clock."""
+Run = Callable[[int, Between], Timing]
+"""Continues prompts by so many tokens each."""
+Start = Callable[[int], Decoding]
+"""One mode of ours that is to do the same."""
 
 
 def held(config: ModelConfig, dtype: torch.dtype) -> tuple[RecurrentLM, dict[str, int]]:
@@ -135,10 +143,15 @@ def scripted(
     )
 
 
-def ours(work: Work, rows: int, n_new: int, *, mode: str) -> Timing:
-    """The engine on the first ``rows`` prompts. The time in which it read them is that of its launches."""
-    found = workload.timed(replace(work, n_new=n_new), MODES[mode], rows, rows)
-    return Timing(found.seconds, found.stats.seconds["piece"], rows, n_new)
+def ours(work: Work, rows: int, n_new: int, *, mode: str) -> Decoding:
+    """The engine, ready to decode the first ``rows`` prompts."""
+    return Decoding(replace(work, n_new=n_new), MODES[mode], rows, rows)
+
+
+def timing_of(decoding: Decoding) -> Timing:
+    """Of a run of ours that has ended. The time in which it read prompts is that of its launches."""
+    found = decoding.timing()
+    return Timing(found.seconds, found.stats.seconds["piece"], found.n_requests, decoding.n_tokens // found.n_requests)
 
 
 def weights(model: nn.Module) -> dict[str, int]:
@@ -150,17 +163,31 @@ def weights(model: nn.Module) -> dict[str, int]:
     }
 
 
-def timed_by_call(called: nn.Module, decode: Callable[[Tensor, int], Tensor]) -> Run:
+def timed_by_call(
+    called: nn.Module, decode: Callable[[Tensor, int], Tensor]
+) -> Callable[[Tensor, int, Between], Timing]:
     """``decode`` on a clock: the first return of ``called`` in a call is that of the first new token."""
     returns: list[float] = []
-    called.register_forward_hook(lambda *_: returns.append(time.perf_counter()))
+    between: list[Between] = []
+    held_s = 0.0
 
-    def run(prompts_BT: Tensor, n_new: int) -> Timing:
+    def returned(*_: Any) -> None:
+        nonlocal held_s
+        now = time.perf_counter()
+        returns.append(now - held_s)
+        between[0](len(returns))
+        held_s += time.perf_counter() - now
+
+    called.register_forward_hook(returned)
+
+    def run(prompts_BT: Tensor, n_new: int, meanwhile: Between) -> Timing:
+        nonlocal held_s
         returns.clear()
+        between[:], held_s = [meanwhile], 0.0
         began = time.perf_counter()
         with torch.inference_mode():
             out_BT = decode(prompts_BT, n_new)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - held_s
         if len(returns) != n_new or out_BT.shape[1] not in (n_new, prompts_BT.size(1) + n_new):
             raise RuntimeError(
                 f"{len(returns)} passes gave rows of {out_BT.shape[1]} tokens for {n_new} new ones: it does other work "
@@ -171,7 +198,9 @@ def timed_by_call(called: nn.Module, decode: Callable[[Tensor, int], Tensor]) ->
     return run
 
 
-def built(peer: Peer, config: ModelConfig, dtype: torch.dtype, room: int) -> tuple[Run | None, dict[str, Any]]:
+def built(
+    peer: Peer, config: ModelConfig, dtype: torch.dtype, room: int
+) -> tuple[Callable[[Tensor, int, Between], Timing] | None, dict[str, Any]]:
     """A peer that is ready to run (None: it is not), and what is said of it."""
     said: dict[str, Any] = {"package": peer.package.replace("_", "-"), "what": peer.what}
     try:
@@ -183,7 +212,7 @@ def built(peer: Peer, config: ModelConfig, dtype: torch.dtype, room: int) -> tup
     try:
         model, called, decode = peer.build(config, dtype, room)
         run = timed_by_call(called, decode)
-        run(torch.ones(1, 2, dtype=torch.long), WARM_UP_TOKENS)
+        run(torch.ones(1, 2, dtype=torch.long), WARM_UP_TOKENS, lambda n: None)
     except Exception as failure:  # whatever another's code does, the others are measured
         return None, said | {"failed": f"{type(failure).__name__}: {failure}"}
     return run, said | weights(model)
@@ -196,25 +225,24 @@ def speedup(of: Sequence[Timing], over: Sequence[Timing]) -> dict[str, float]:
     return {"ratio": median(ratios), "low": low, "high": high}
 
 
-def compared(runs: dict[str, Callable[[int], Timing]], n_new: int, rounds: int, until: float) -> dict[str, Any]:
-    """Each of ``runs`` in turn, the peer first, round after round; what ours are over the peer.
+def compared(peer: str, run: Run, starts: dict[str, Start], n_new: int, rounds: int, until: float) -> dict[str, Any]:
+    """A peer and modes of ours side by side, round after round; what ours are over the peer.
 
     Args:
-        runs: on how many new tokens, by name: the peer, then each of `MODES`.
         until: of `time.perf_counter`: a round that would end after it is not begun, but the first always is.
     """
-    (peer, *modes), timings = runs, dict[str, list[Timing]]()
-    for run in runs.values():
-        run(WARM_UP_TOKENS)
+    timings = dict[str, list[Timing]]()
+    side_by_side(run, starts, WARM_UP_TOKENS)
     longest = 0.0
     for i in range(rounds):
         began = time.perf_counter()
         if i > 0 and began + longest > until:
             break
-        for name, run in runs.items():
-            timings.setdefault(name, []).append(run(n_new))
+        theirs, ours = side_by_side(run, starts, n_new)
+        for name, timing in {peer: theirs, **ours}.items():
+            timings.setdefault(name, []).append(timing)
         longest = max(longest, time.perf_counter() - began)
-        line = ", ".join(f"{name} {timings[name][-1].tokens_per_s:.1f}" for name in runs)
+        line = ", ".join(f"{name} {found[-1].tokens_per_s:.1f}" for name, found in timings.items())
         print(f"    round {i + 1}: tokens/s {line}", flush=True)
     return {
         "rounds": len(timings[peer]),
@@ -222,8 +250,24 @@ def compared(runs: dict[str, Callable[[int], Timing]], n_new: int, rounds: int, 
         "decode_tokens_per_s": {
             name: median(one.decode_tokens_per_s for one in found) for name, found in timings.items()
         },
-        "speedup": {mode: speedup(timings[mode], timings[peer]) for mode in modes},
+        "speedup": {mode: speedup(timings[mode], timings[peer]) for mode in starts},
     }
+
+
+def side_by_side(run: Run, starts: dict[str, Start], n_new: int) -> tuple[Timing, dict[str, Timing]]:
+    """One round."""
+    runs = {mode: start(n_new) for mode, start in starts.items()}
+    slices = 0
+
+    def between(n: int) -> None:
+        nonlocal slices
+        if n * SLICES // n_new > slices:
+            slices = n * SLICES // n_new
+            for decoding in runs.values() if slices % 2 else reversed(runs.values()):
+                decoding.go(n / n_new)
+
+    theirs = run(n_new, between)
+    return theirs, {mode: timing_of(decoding) for mode, decoding in runs.items()}
 
 
 def below(cells: Sequence[dict[str, Any]], said: dict[str, dict[str, Any]]) -> list[str]:
@@ -288,18 +332,19 @@ def asked(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ModelCon
     return options, config
 
 
-def measured(options: argparse.Namespace, work: Work, ready: dict[str, Run]) -> list[dict[str, Any]]:
+def measured(
+    options: argparse.Namespace, work: Work, ready: dict[str, Callable[[Tensor, int, Between], Timing]]
+) -> list[dict[str, Any]]:
     """Every comparison: each batch with each peer. Those that are left share what is left of the time."""
     end, prompts_BT = time.perf_counter() + options.budget_s, torch.tensor(work.prompts)
     todo, cells = [(batch, name) for batch in options.batch for name in ready], []
     for i, (batch, name) in enumerate(todo):
         n_peer = min(batch, PEERS[name].max_rows or batch)
         print(f"batch {batch}, {name}" + (f", {n_peer} at once" if n_peer < batch else ""), flush=True)
-        runs: dict[str, Callable[[int], Timing]] = {name: partial(ready[name], prompts_BT[:n_peer])}
-        for mode in MODES:
-            runs[mode] = partial(ours, work, batch, mode=mode)
+        run = partial(ready[name], prompts_BT[:n_peer])
+        starts: dict[str, Start] = {mode: partial(ours, work, batch, mode=mode) for mode in MODES}
         now = time.perf_counter()
-        cell = compared(runs, options.new_tokens, options.rounds, now + (end - now) / (len(todo) - i))
+        cell = compared(name, run, starts, options.new_tokens, options.rounds, now + (end - now) / (len(todo) - i))
         line = ", ".join(f"{mode} {cell['speedup'][mode]['ratio']:.2f}" for mode in MODES)
         print(f"  times as fast as {name}: {line}", flush=True)
         cells.append({"batch": batch, "peer": name, "peer_rows_at_once": n_peer, **cell})
@@ -312,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     room = options.prompt_tokens + options.new_tokens
     model, own = held(config, options.dtype)
-    ready, said = dict[str, Run](), dict[str, dict[str, Any]]()
+    ready, said = dict[str, Callable[[Tensor, int, Between], Timing]](), dict[str, dict[str, Any]]()
     for name in options.peers:
         print(f"{name}: {PEERS[name].what}", flush=True)
         run, said[name] = built(PEERS[name], config, options.dtype, room)

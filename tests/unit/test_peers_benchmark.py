@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from alcoda.config import validate
 from alcoda.engine import packed
+from alcoda.engine.stats import Stats
+from alcoda.engine.workload import Timing as WorkTiming
 from alcoda.model.config import ModelConfig
 from alcoda.model.cost import ledger
 
@@ -141,23 +143,63 @@ def test_the_ratios(peers: ModuleType) -> None:
     assert peers.speedup(fast[:1], slow[:1]) == {"ratio": 2, "low": 2, "high": 2}
 
 
-def test_rounds_alternate_and_end_with_the_time(peers: ModuleType) -> None:
-    order = []
+class Counted:
+    """In place of a `Decoding`."""
 
-    def run(name: str) -> Callable[[int], Any]:
-        def one(n_new: int) -> Any:
-            order.append((name, n_new))
-            return peers.Timing(1.0, 0.5, 1, n_new)
+    n_tokens = 16
 
-        return one
+    def __init__(self, name: str, order: list[Any]) -> None:
+        self.name, self.order = name, order
 
-    runs = {name: run(name) for name in ("peer", "fixed", "refill")}
-    cell = peers.compared(runs, 9, rounds=3, until=float("inf"))
-    warm, measured = order[:3], order[3:]
-    assert warm == [(name, peers.WARM_UP_TOKENS) for name in runs]
-    assert measured == [(name, 9) for name in runs] * 3
-    assert cell["rounds"] == 3 and cell["tokens_per_s"] == dict.fromkeys(runs, 9.0)
-    assert peers.compared(runs, 9, rounds=3, until=0.0)["rounds"] == 1
+    def go(self, share: float) -> None:
+        self.order.append((self.name, share))
+
+    def timing(self) -> Any:
+        stats = Stats(tokens=16)
+        stats.seconds["piece"] = 0.5
+        return WorkTiming(2.0, stats, 1, [[]], 0)
+
+
+def test_rounds_are_side_by_side_and_end_with_the_time(peers: ModuleType) -> None:
+    order: list[Any] = []
+
+    def run(n_new: int, between: Callable[[int], None]) -> Any:
+        for i in range(1, n_new + 1):
+            order.append(i)
+            between(i)
+        return peers.Timing(1.0, 0.5, 1, n_new)
+
+    starts = {name: lambda n_new, name=name: Counted(name, order) for name in ("fixed", "refill")}
+    cell = peers.compared("peer", run, starts, 16, rounds=3, until=float("inf"))
+    warm, measured = order[: 3 * peers.WARM_UP_TOKENS], order[3 * peers.WARM_UP_TOKENS :]
+    assert [one for one in warm if isinstance(one, int)] == [1, 2, 3] and warm[-2:][0][1] == 1
+    names, expected = ["fixed", "refill"], []
+    for i in range(1, 17):
+        expected.append(i)
+        if i % 2 == 0:
+            expected += [(name, i / 16) for name in (names if i // 2 % 2 else names[::-1])]
+    assert measured == expected * 3
+    assert cell["rounds"] == 3 and cell["tokens_per_s"] == {"peer": 16.0, "fixed": 8.0, "refill": 8.0}
+    assert peers.compared("peer", run, starts, 16, rounds=3, until=0.0)["rounds"] == 1
+
+
+def test_while_ours_runs_the_peers_clock_stands(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: clock[0])
+    model = Chooser(1)
+
+    def decode(ids_BT: Tensor, n_new: int) -> Tensor:
+        for _ in range(n_new):
+            clock[0] += 1.0
+            ids_BT = torch.cat([ids_BT, model(ids_BT)], 1)
+        return ids_BT
+
+    def between(n: int) -> None:
+        clock[0] += 100.0
+
+    run = peers.timed_by_call(model, decode)
+    for _ in range(2):
+        assert run(torch.ones(1, 2, dtype=torch.long), 5, between) == peers.Timing(5.0, 1.0, 1, 5)
 
 
 def test_it_names_what_is_below_the_target_and_nothing_else(peers: ModuleType) -> None:
@@ -181,21 +223,15 @@ def toy(**fields: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
-def test_each_mode_of_ours_does_the_work_that_was_drawn(
-    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, acceptance: float
-) -> None:
+def test_each_mode_of_ours_does_the_work_that_was_drawn(peers: ModuleType, acceptance: float) -> None:
     """Fixed runs all loops of every token; with exits each runs its own, the prompt's too; drafts are right as often as
     was asked for."""
     model, own = peers.held(toy(), torch.float32)
-    work, found, timed = peers.scripted(model.config, model, 2, 4, 5, 2.5, [acceptance], 1), {}, peers.workload.timed
-
-    def watched(work: Any, mode: Any, *args: Any) -> Any:
-        found[mode.name] = timed(work, mode, *args)
-        return found[mode.name]
-
-    monkeypatch.setattr(peers.workload, "timed", watched)
+    work, found = peers.scripted(model.config, model, 2, 4, 5, 2.5, [acceptance], 1), {}
     for mode in peers.MODES:
-        timing = peers.ours(work, 2, 5, mode=mode)
+        decoding = peers.ours(work, 2, 5, mode=mode)
+        decoding.go()
+        timing, found[mode] = peers.timing_of(decoding), decoding.timing()
         assert (timing.rows, timing.n_new) == (2, 5) and 0 < timing.prompt_s < timing.seconds
         assert found[mode].n_requests == 2 and found[mode].stats.tokens == 10
 
@@ -218,7 +254,9 @@ def test_in_bf16_what_the_engine_holds_is_counted(peers: ModuleType) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert own["weight_bytes"] == 2 * (own["params"] + 2 * 3 * 32)
     work = peers.scripted(model.config, model, 1, 4, 3, 2.5, [0.8])
-    assert peers.ours(work, 1, 3, mode="refill_wavefront").tokens_per_s > 0
+    decoding = peers.ours(work, 1, 3, mode="refill_wavefront")
+    decoding.go()
+    assert peers.timing_of(decoding).tokens_per_s > 0
 
 
 @pytest.mark.parametrize("mean", [1.0, 4.9, 8.0])
