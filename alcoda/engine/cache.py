@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alcoda.engine.kernels import RowPlaces, SlabRows, row_attention
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.config import ModelConfig
@@ -106,6 +107,8 @@ class Arena:
         self._slabs = {
             (stage, layer): (kv[0, layer], kv[1, layer]) for stage, kv in self.kv.items() for layer in range(kv.size(1))
         }
+        self.attends = row_attention(dtype) if device.type == "cpu" else None
+        """Attends all rows of a launch in one call; None: they are attended one by one."""
         self._flat = {key: tuple(x.view(-1, width) for x in kv) for key, kv in self._slabs.items()}
         self._free = [Span(0, n_tokens)]
         for kv in self.kv.values():
@@ -260,15 +263,20 @@ class RowStore:
     ) -> None:
         self.arena, self.n_tokens, self.ends, self.pos_W1, self.slots = arena, 1, ends, pos_W1, slots
         # Of a stage, once for all its layers.
-        self._places: dict[str, Tensor] = {}
-        self._views: dict[str, list[tuple[tuple[int, int, int, int], int]]] = {}
+        self._written: dict[str, Tensor] = {}
+        self._read: dict[str, RowPlaces] = {}
 
     def open(
         self, n_tokens: int, n_loops: int, pos_BT: Tensor | None, live_BT: Tensor | None, device: torch.device
     ) -> RowsView:
         """As `KeyStore.open`; positions are those of the rows."""
         assert n_tokens == 1 and pos_BT is None and live_BT is None
-        return RowsView(self.pos_W1)
+        return self.view
+
+    @property
+    def view(self) -> RowsView:
+        """What the rows see."""
+        return RowsView(self.pos_W1, kernel=self.arena.attends)
 
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         raise AssertionError("a route needs whole sequences: the engine refuses it")
@@ -276,10 +284,10 @@ class RowStore:
     def write(self, slot: Slot, k_BGTK: Tensor, v_BGTK: Tensor) -> RowKeys:
         """As `KeyStore.write`, each row in its slot of the stage, whatever loop is named."""
         stage, layer, _ = slot
-        places_N = self._places.get(stage)
+        places_N = self._written.get(stage)
         if places_N is None:
             at = [stop - 1 for _, stop in self.ends]
-            places_N = self._places[stage] = self.arena.places(stage, self._slots(stage), at)
+            places_N = self._written[stage] = self.arena.places(stage, self._slots(stage), at)
         self.arena.put(stage, layer, places_N, (k_BGTK, v_BGTK))
         return self._rows(stage, layer)
 
@@ -293,16 +301,10 @@ class RowStore:
 
     def _rows(self, stage: str, layer: int) -> RowKeys:
         k, v = self.arena.slabs(stage, layer)
-        heads, width, (of_slot, of_head, of_token, one) = k.size(1), k.size(3), k.stride()
-        # One view a row and no slices of slices: with many rows they would take a third of the attention's time.
-        views = self._views.get(stage)
-        if views is None:
-            views = self._views[stage] = [
-                ((1, heads, stop - start, width), at * of_slot + start * of_token)
-                for at, (start, stop) in zip(self._slots(stage), self.ends, strict=True)
-            ]
-        stride, k_first, v_first = (of_slot, of_head, of_token, one), k.storage_offset(), v.storage_offset()
-        return RowKeys(
-            [k.as_strided(size, stride, k_first + first) for size, first in views],
-            [v.as_strided(size, stride, v_first + first) for size, first in views],
-        )
+        places = self._read.get(stage)
+        if places is None:
+            of_slot, _, of_token, _ = k.stride()
+            slots = zip(self._slots(stage), self.ends, strict=True)
+            first = [slot * of_slot + start * of_token for slot, (start, _) in slots]
+            places = self._read[stage] = RowPlaces(first, [stop - start for start, stop in self.ends])
+        return RowKeys(SlabRows(k, places), SlabRows(v, places))

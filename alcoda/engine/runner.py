@@ -24,7 +24,7 @@ from alcoda.engine.scheduler import Part
 from alcoda.engine.stats import Stopwatch
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.exit_keys import CODA
-from alcoda.model.keys import CORE, Context, Recall, RowsView, of_windows
+from alcoda.model.keys import CORE, Context, Recall, of_windows
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.positions import Rotation
 from alcoda.model.precision import at_least_fp32
@@ -328,7 +328,7 @@ class Runner:
         """Of tokens that begin; as `RecurrentLM.begin` makes it."""
         pos_W1 = rows.store.pos_W1
         self.model.position.check(rows.n_positions)
-        views = of_windows(RowsView(pos_W1), self.windows)
+        views = of_windows(rows.store.view, self.windows)
         return Context(rows.ids_W1, views, self._turned(pos_W1, rows.n_positions), rows.store, n_tokens=1)
 
     def _context(self, rows: Rows) -> Context:

@@ -250,6 +250,8 @@ def _attend_rows(
 ) -> Tensor:
     """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
     CPU, and a row's result would depend on the longest. A GPU, which a call a row would keep waiting, gathers them."""
+    if view.kernel is not None:
+        return view.kernel(q_WH1K, k_W1GSK, v_W1GSK, view.window)
     k_rows, v_rows = list(k_W1GSK), list(v_W1GSK)
     if view.window is not None:
         k_rows, v_rows = ([x_1GSK[:, :, -view.window :] for x_1GSK in rows] for rows in (k_rows, v_rows))

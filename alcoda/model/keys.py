@@ -77,10 +77,12 @@ class RowsView(NamedTuple):
     Attributes:
         pos: positions of the queries, [W, 1].
         window: tokens; None: all.
+        kernel: attends all rows in one call, as ``kernel(q_WH1K, k, v, window)``; None: there is none.
     """
 
     pos: Tensor
     window: int | None = None
+    kernel: Callable[..., Tensor] | None = None
 
     def within(self, window: int) -> RowsView:
         """As `View.within`."""
