@@ -86,6 +86,6 @@ def _meanings(config: type[Config]) -> dict[str, str]:
         assert isinstance(tree, ast.ClassDef)
         for field, below in pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                found[field.target.id] = " ".join(str(below.value.value).split()) if is_text else ""
+                text = below.value if isinstance(below, ast.Expr) else None
+                found[field.target.id] = " ".join(str(text.value).split()) if isinstance(text, ast.Constant) else ""
     return found
