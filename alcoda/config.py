@@ -45,7 +45,7 @@ T = TypeVar("T", bound="Config")
 class Config(BaseModel):
     """A frozen set of named fields that refuses keys it does not have."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed, checked like any other config (pydantic's own copy checks nothing)."""

@@ -87,7 +87,8 @@ def read_metrics(text: str) -> dict[str, float]:
 
 @contextmanager
 def serving(model: str = "mini", *options: str, python: Sequence[str] = (sys.executable,)) -> Iterator[Served]:
-    """``alcoda serve MODEL`` on a free port while the block runs; RuntimeError where it does not get ready."""
+    """``alcoda serve MODEL`` on a free port while the block runs; RuntimeError where it does not get ready. Its
+    Python keeps bytecode, as it does where nobody forbids it."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         began = time.perf_counter()
@@ -97,6 +98,7 @@ def serving(model: str = "mini", *options: str, python: Sequence[str] = (sys.exe
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
             )
         try:
             assert process.stdout is not None

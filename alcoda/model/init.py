@@ -26,6 +26,15 @@ class InitSpecial(nn.Module):
         raise NotImplementedError
 
 
+class EmbeddingTable(nn.Embedding):
+    """``[rows, width]``. On the meta device nothing is drawn: there is nothing to fill, and torch imports its compiler
+    (a second and more of the time that it takes to load a model) to find that out."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 RESIDUAL = ("attention.out", "mlp.down")
 """Ends of the names of maps that write into the residual stream."""
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alcoda.model.blocks import Stack
 from alcoda.model.config import ModelConfig
-from alcoda.model.init import init_weights
+from alcoda.model.init import EmbeddingTable, init_weights
 from alcoda.model.keys import Context, open_context
 from alcoda.model.state import Begun, Readout, State, in_rows
 
@@ -38,7 +38,7 @@ class RecurrentLM(nn.Module):
         def stack(stage: str) -> Stack:
             return Stack(stage, config.places(stage), block, shape, config.memory, config.memory_source)
 
-        self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.embed = EmbeddingTable(shape.vocab_size, shape.d_model)
         self.embedding = config.embedding.build(norm, shape)
         self.position = config.position.build(shape)
         self.memory = config.memory.build(shape, block.d_kv(shape), config.memory_source)

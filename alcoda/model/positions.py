@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from alcoda.config import Choice, PositiveFloat
 from alcoda.errors import UsageError
+from alcoda.model.init import EmbeddingTable
 from alcoda.model.shape import Cost, Shape
 
 
@@ -110,7 +111,7 @@ class PositionModule(nn.Module):
 class LearnedModule(PositionModule):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.table = nn.Embedding(shape.seq_len, shape.d_model)
+        self.table = EmbeddingTable(shape.seq_len, shape.d_model)
 
     def embed(self, x_BTD: Tensor, pos: Tensor) -> Tensor:
         return x_BTD + self.table(pos)

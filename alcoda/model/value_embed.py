@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alcoda.config import Bool, Choice, PositiveInt
-from alcoda.model.init import InitSpecial
+from alcoda.model.init import EmbeddingTable, InitSpecial
 from alcoda.model.shape import Cost, Kept, Place, Shape, linear, total
 
 
@@ -84,7 +84,7 @@ class ValueTable(InitSpecial):
     def __init__(self, config: Table, shape: Shape, n_kv_heads: int) -> None:
         super().__init__()
         self.n_kv_heads = n_kv_heads
-        self.table = nn.Embedding(shape.vocab_size, n_kv_heads * shape.d_head)
+        self.table = EmbeddingTable(shape.vocab_size, n_kv_heads * shape.d_head)
         self.gate = nn.Linear(config.gate_channels, n_kv_heads, bias=False) if config.gate else None
 
     def init_special(self) -> None:

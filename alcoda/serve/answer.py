@@ -148,6 +148,9 @@ class Answer:
             "system_fingerprint": f"fp_{call.worker.lm.loaded.train_step}",
         }
         self.chunk_head = self.head | {"object": "chat.completion.chunk" if self.plan.is_chat else kind}
+        # What is the same in every event is written once.
+        self._before = b"data: " + to_json(self.chunk_head)[:-1] + b',"choices":['
+        self._after = b',"usage":null}\n\n' if self.plan.include_usage else b"}\n\n"
         self.pieces = [Pieces(call, choice) for choice in call.choices]
         self._n_ended = 0
 
@@ -182,7 +185,7 @@ class Answer:
         choices = [
             {"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self.call.choices
         ]
-        return b"".join(self._event([choice]) for choice in choices)
+        return b"".join(map(self._event, choices))
 
     def chunk(self, choice: Choice) -> bytes:
         """What is new of a choice, as an event; nothing where nothing is."""
@@ -200,7 +203,7 @@ class Answer:
         self._n_ended += piece.finish is not None
         is_last = piece.finish is not None and self._n_ended == len(self.pieces)
         tells = is_last and not self.plan.include_usage
-        return self._event([found], {"alcoda": self.summary()} if tells else {})
+        return self._event(found, b',"alcoda":' + to_json(self.summary()) if tells else b"")
 
     def last(self) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -210,11 +213,8 @@ class Answer:
             usage = b"data: " + to_json(head) + b"\n\n"
         return usage + b"data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
-        body = {**self.chunk_head, "choices": choices, **(more or {})}
-        if self.plan.include_usage:
-            body["usage"] = None
-        return b"data: " + to_json(body) + b"\n\n"
+    def _event(self, choice: dict[str, Any], more: bytes = b"") -> bytes:
+        return b"".join((self._before, to_json(choice), b"]", more, self._after))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

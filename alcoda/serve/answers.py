@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
 from time import monotonic
 
 from starlette.requests import Request
@@ -50,16 +48,15 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
             raise
         call = Call(worker, plan, began_s)
         call.start()
-        if plan.stream:
-            # The first event decides the status: what fails before it is an answer of its own.
-            events = _events(call)
-            watch = asyncio.create_task(_watch(call, request.receive))
-            first = await anext(events)
-            is_streaming = True
-            return Events(call, first, events, watch)
         watch = asyncio.create_task(_watch(call, request.receive))
         await call.score()
-        async for _ in call.changes():
+        if plan.stream:
+            # The first event decides the status: what fails before it is an answer of its own.
+            events = Events(call, watch)
+            events.first = await events.next()
+            is_streaming = True
+            return events
+        while await call.changes():
             pass
         return Response(Answer(call).whole(), media_type="application/json")
     finally:
@@ -89,51 +86,58 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _events(call: Call) -> AsyncIterator[bytes]:
-    await call.score()
-    made: Answer | None = None
-    async for changed in call.changes():
-        if made is None:
-            made = Answer(call)
-            if call.plan.is_chat:
-                yield made.first()
-        if found := b"".join(made.chunk(choice) for choice in changed):
-            yield found
-    if made is None:
-        made = Answer(call)
-        yield b"".join(made.chunk(choice) for choice in call.choices)
-    yield made.last()
-
-
 class Events(Response):
-    """Server-sent events, as they come."""
+    """Server-sent events, as they come.
 
-    def __init__(self, call: Call, first: bytes, events: AsyncIterator[bytes], watch: asyncio.Task[None]) -> None:
+    Attributes:
+        first: of them, which are there before the status is sent.
+    """
+
+    def __init__(self, call: Call, watch: asyncio.Task[None]) -> None:
         super().__init__(
             None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, "text/event-stream; charset=utf-8"
         )
         del self.headers["content-length"]
-        self.call, self.first, self.events, self.watch = call, first, events, watch
+        self.call, self.watch, self.first = call, watch, b""
+        self._made: Answer | None = None
+        self._is_over = False
+
+    async def next(self) -> bytes:
+        """The next events; none after the last.
+
+        Raises:
+            ApiError: as `Call.changes`.
+        """
+        found = b""
+        while not found and not self._is_over:
+            changed = await self.call.changes()
+            if self._made is None:
+                self._made = Answer(self.call)
+                # Where nothing is to follow the prompts, nothing changes.
+                changed = changed or self.call.choices
+                found = self._made.first() if self.call.plan.is_chat else b""
+            found += b"".join([self._made.chunk(choice) for choice in changed])
+            if self.call.has_ended:
+                found += self._made.last()
+                self._is_over = True
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        worker = self.call.worker
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            events = self.first
             try:
-                async for event in self.events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                while not self._is_over:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    events = await self.next()
             except Exception as error:
                 if not isinstance(error, ApiError):
                     LOG.exception("a stream failed")
                     error = ApiError(500, f"{type(error).__name__} in the server; its log says more", code="internal")
-                event = b"data: " + to_json(error.body()) + b"\n\n"
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                events = b"data: " + to_json(error.body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": events, "more_body": False})
         finally:
             self.watch.cancel()
             self.call.close()
-            worker.metrics.whole_s.observe(monotonic() - self.call.began_s)
-            worker.request_ends()
-            with contextlib.suppress(Exception):
-                await self.events.aclose()  # pyrefly: ignore
+            self.call.worker.metrics.whole_s.observe(monotonic() - self.call.began_s)
+            self.call.worker.request_ends()

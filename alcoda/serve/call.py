@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic
@@ -63,8 +61,8 @@ class Call:
     began_s: float
     choices: list[Choice] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
-    _changed: deque[Choice] = field(default_factory=deque)
-    _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: list[Choice] = field(default_factory=list)
+    _waiter: asyncio.Future[None] | None = None
     _n_left: int = 0
     _n_held: int = 0
     _jobs: list[Future[Any]] = field(default_factory=list)
@@ -115,7 +113,7 @@ class Call:
                 self.worker.service.background.cancel(choice.completion)
         for job in self._jobs:
             job.cancel()
-        self._wakes.set()
+        self._wake()
 
     def close(self) -> None:
         """It was answered, or will not be."""
@@ -173,29 +171,34 @@ class Call:
             except RunError as error:
                 raise ApiError(500, str(error), code="engine_error") from None
 
-    async def changes(self) -> AsyncIterator[list[Choice]]:
-        """The choices that have new text, or have ended, until all have.
+    async def changes(self) -> list[Choice]:
+        """The choices that have new text, or have ended, as soon as there are any; none once all have.
 
         Raises:
             ApiError: it was cancelled, or one of them failed.
         """
-        while True:
-            if self._why is not None:
-                raise self._why
-            changed = list(dict.fromkeys(self._changed))
-            self._changed.clear()
-            for choice in changed:
-                if choice.finish == "error":
-                    raise ApiError(500, f"the engine failed: {choice.error}", code="engine_error")
-                if choice.finish == "cancelled":
-                    raise ApiError(503, "the request was cancelled", code="cancelled")
-            if changed:
-                yield changed
-            if self._n_left == 0 and not self._changed:
-                return
-            self._wakes.clear()
-            if not self._changed and self._why is None:
-                await self._wakes.wait()
+        while self._n_left and not self._changed and self._why is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._why is not None:
+            raise self._why
+        changed = list(dict.fromkeys(self._changed))
+        self._changed.clear()
+        for choice in changed:
+            if choice.finish == "error":
+                raise ApiError(500, f"the engine failed: {choice.error}", code="engine_error")
+            if choice.finish == "cancelled":
+                raise ApiError(503, "the request was cancelled", code="cancelled")
+        return changed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no more changes are to come."""
+        return not self._n_left and not self._changed
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _tell(self, choice: Choice, completion: Completion) -> None:
         """In the engine's thread: what there is now, which only this thread changes."""
@@ -217,7 +220,7 @@ class Call:
             self.worker.leave()
             self._count(choice)
         self._changed.append(choice)
-        self._wakes.set()
+        self._wake()
 
     # -- figures ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ TYPES = {
     503: "unavailable_error",
 }
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 class ApiError(Exception):
     """What a request is answered with when it is not done.
@@ -54,9 +56,7 @@ class ApiError(Exception):
 
 def to_json(value: Any) -> bytes:
     """Half a surrogate pair, which an error may quote, is written as an escape: UTF-8 has no other form for it."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        errors="backslashreplace"
-    )
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -106,8 +106,8 @@ class Common(Body):
     """An extension."""
     min_p: Annotated[Float, Field(ge=0, lt=1)] | None = None
     """An extension."""
-    repetition_penalty: Annotated[Float, Field(gt=0)] | None = None
-    """An extension."""
+    repetition_penalty: Annotated[Float, Field(ge=0.01, le=100)] | None = None
+    """An extension. Within bounds in which every logit stays finite."""
     n: Annotated[Int, Field(ge=1)] | None = None
     stop: Stop = None
     seed: Annotated[Int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None

@@ -302,4 +302,5 @@ def build(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.
         model = RecurrentLM(config)
     if dtype != torch.float32:
         hold_in(model, dtype)
-    return model.to_empty(device=device)
+    # As `to_empty`, whose empty_like of a tensor on the meta device imports sympy: half a second.
+    return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))

@@ -32,6 +32,12 @@ def test_a_seed_says_what_is_drawn(client: openai.OpenAI, lm: LM) -> None:
     assert len(others) > 1, "without one each draws its own"
 
 
+@pytest.mark.parametrize("penalty", [0.01, 100])
+def test_a_repetition_penalty_at_its_bounds(server: Server, lm: LM, penalty: float) -> None:
+    text = ask(server, max_tokens=12, repetition_penalty=penalty)["choices"][0]["text"]
+    assert text == alone(lm, "What", max_tokens=12, repetition_penalty=penalty) != alone(lm, "What", max_tokens=12)
+
+
 def test_n_of_many_prompts_in_order(client: openai.OpenAI, lm: LM) -> None:
     found = client.completions.create(model=NAME, prompt=["A", "Two"], n=3, max_tokens=6, temperature=1, seed=2)
     assert [one.index for one in found.choices] == list(range(6))

@@ -60,6 +60,8 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("stream", "yes", "valid boolean"),
         ("logprobs", 21, "less than or equal to 20"),
         ("presence_penalty", 3, "less than or equal to 2"),
+        ("repetition_penalty", 5e-324, "greater than or equal to 0.01"),
+        ("repetition_penalty", 1e300, "less than or equal to 100"),
         ("logit_bias", {"x": 1}, "match pattern"),
         ("logit_bias", {"5": 101}, "less than or equal to 100"),
         ("logit_bias", {"99999": 1}, "no token 99999"),

@@ -56,6 +56,13 @@ def test_import_and_the_public_names() -> None:
         _ = alcoda.nothing
 
 
+def test_loading_a_model_imports_no_compiler() -> None:
+    """torch's own imports to work on the meta device: two seconds of the start of a server."""
+    code = "import sys, alcoda; alcoda.load('mini'); print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    done = python(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_version_and_every_help() -> None:
     run = [sys.executable, "-m", "alcoda"]
     done = subprocess.run([*run, "--version"], capture_output=True, text=True, check=True)
