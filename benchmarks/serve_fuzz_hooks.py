@@ -3,6 +3,8 @@ or a token that is not there, and are refused before they are looked at any furt
 
 from __future__ import annotations
 
+import ast
+import threading
 import zlib
 from typing import Any
 
@@ -11,6 +13,19 @@ import schemathesis
 RARE = ("model", "exit", "loops", "logit_bias", "tools", "functions", "suffix", "response_format")
 """Fields of which nearly every value is refused."""
 KEPT = 0.15
+
+
+# Python 3.11 counts the depth of syntax trees once for all threads, and two workers of schemathesis that make one at the
+# same time break off with a SystemError.
+_one_at_a_time, _parse = threading.Lock(), ast.parse
+
+
+def parse(*arguments: Any, **how: Any) -> Any:
+    with _one_at_a_time:
+        return _parse(*arguments, **how)
+
+
+ast.parse = parse
 
 
 @schemathesis.hook
