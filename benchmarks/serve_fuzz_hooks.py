@@ -15,8 +15,8 @@ RARE = ("model", "exit", "loops", "logit_bias", "tools", "functions", "suffix", 
 KEPT = 0.15
 
 
-# Python 3.11 counts the depth of syntax trees once for all threads, and two workers of schemathesis that make one at the
-# same time break off with a SystemError.
+# Python 3.11 counts the depth of syntax trees once for all threads, and two workers of schemathesis that make one at
+# one time break off with a SystemError.
 _one_at_a_time, _parse = threading.Lock(), ast.parse
 
 
