@@ -4,7 +4,7 @@ or a token that is not there, and are refused before they are looked at any furt
 from __future__ import annotations
 
 import ast
-import threading
+import contextlib
 import zlib
 from typing import Any
 
@@ -15,14 +15,16 @@ RARE = ("model", "exit", "loops", "logit_bias", "tools", "functions", "suffix", 
 KEPT = 0.15
 
 
-# Python 3.11 counts the depth of syntax trees once for all threads, and two workers of schemathesis that make one at
-# one time break off with a SystemError.
-_one_at_a_time, _parse = threading.Lock(), ast.parse
+_parse = ast.parse
 
 
 def parse(*arguments: Any, **how: Any) -> Any:
-    with _one_at_a_time:
-        return _parse(*arguments, **how)
+    """Python 3.11 counts the depth of syntax trees once for all threads: where two workers of schemathesis make one at
+    one time, one of them breaks off with a SystemError. It is made again."""
+    for _ in range(20):
+        with contextlib.suppress(SystemError):
+            return _parse(*arguments, **how)
+    return _parse(*arguments, **how)
 
 
 ast.parse = parse
