@@ -61,7 +61,7 @@ def open_any(path: str | Path) -> Foreign:
     return open_file(Path(path)) if Path(path).is_file() else open_foreign(path, LAYOUTS)
 
 
-def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") -> LoadedRun:
+def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto", noise: bool = False) -> LoadedRun:
     """The model in a folder (or file) of another project, or of the hub by its name; nothing is written but the hub's
     cache.
 
@@ -69,11 +69,12 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
 
     Args:
         dtype: as of `load_run`; auto is float32 where the weights are.
+        noise: as of `import_model`.
 
     Raises:
-        UsageError, RunError: as `open_foreign`.
+        UsageError, RunError: as `open_foreign`; noise of a model that has none.
     """
-    found = open_any(find_folder(path))
+    found = _opened(path, noise)
     config, tokenizer = tokenizer_of(found)
     recipe = recipe_of(found, config, _is_fp32(found))
     on = pick_device(device)
@@ -115,9 +116,7 @@ def import_model(
     out = Path("runs") / name if out is None else Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already and not empty: give another folder")
-    found = open_any(find_folder(path))
-    if noise:
-        found = replace(found, model=_with_noise(found.model))
+    found = _opened(path, noise)
     config, tokenizer = tokenizer_of(found, eot)
     like = {
         key: torch.empty_like(tensor, dtype=DTYPES[dtype] if dtype else _kept(found.dtype(key)), device="meta")
@@ -142,6 +141,11 @@ def import_model(
     (file,) = RunFolder(out).checkpoints.glob(f"*/{checkpoint.WEIGHTS}")
     params = sum(tensor.numel() for tensor in like.values())
     return Imported(out, found.layout.name, params, ", ".join(types), file.stat().st_size, isinstance(config, File))
+
+
+def _opened(path: str | Path, noise: bool) -> Foreign:
+    found = open_any(find_folder(path))
+    return replace(found, model=_with_noise(found.model)) if noise else found
 
 
 def _with_noise(model: ModelConfig) -> ModelConfig:

@@ -114,6 +114,13 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         echo = bool(body.echo)
     if asked == 0 and not echo:
         raise ApiError(400, "max_tokens=0: without echo nothing is asked for", param="max_tokens")
+    if echo and logprobs is not None and lm.decodes_only:
+        raise ApiError(
+            400,
+            "logprobs: with echo, prompts are scored, which reads weights that this server does not keep (it decodes "
+            "only); leave one of the two out",
+            param="logprobs",
+        )
     for ids in prompts:
         _check_fits(ids, asked, lm.model.config.seq_len, isinstance(body, ChatBody))
     how = _how(body, stops, logprobs) | depth.how
