@@ -23,7 +23,7 @@ from alcoda.errors import UsageError
 from alcoda.model.head import TiedHead, UntiedHead
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.mlp import SwiGluModule
-from alcoda.training.device import is_small
+from alcoda.training.device import give_back_freed_memory, is_small
 
 ROWS = 8
 """Of a product that a layout is chosen for; it serves others."""
@@ -179,6 +179,7 @@ def release(model: RecurrentLM, dtype: torch.dtype) -> Released:
         return Released(model, model, known)
     found = _SERVED.pop(model, None)
     if found is None or found[0] != (_state(model), in_bf16):
+        give_back_freed_memory()
         packed = _laid_out(model, in_bf16, keeps=False)
     else:
         packed = found[1]
@@ -206,6 +207,7 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
             if done[module] is not None and not keeps:
                 for linear in filter(is_plain, module.modules()):
                     _drop(linear)
+                give_back_freed_memory()  # laid out, weights seldom fit into the room of those before
         return done[module]
 
     head: nn.Module | None = None
@@ -213,6 +215,7 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
         head = PlainHead(model.head_weight_VD)
         if not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
             _drop(model.head)
+            give_back_freed_memory()
     elif type(model.head) is TiedHead:
         head = TurnedHead(model.head_weight_VD)
     packed = _packed(model, part)

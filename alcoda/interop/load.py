@@ -22,7 +22,7 @@ from alcoda.interop.foreign import Foreign, open_foreign
 from alcoda.interop.hub import find_folder
 from alcoda.interop.layouts import LAYOUTS
 from alcoda.interop.onefile import open_file
-from alcoda.interop.text import TOKENIZER, tokenizer_of
+from alcoda.interop.text import TOKENIZER, template_of, tokenizer_of
 from alcoda.model.config import ModelConfig
 from alcoda.model.recurrence.state_init import Noise
 from alcoda.training import checkpoint, shard
@@ -84,7 +84,8 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto", no
     model = checkpoint.build(found.model, on, picked)
     shard.fill(model, found.weights())
     decodes_in = decode_dtype(dtype, picked, on, found.model)
-    return LoadedRun(RunFolder(found.folder), recipe, model.eval(), tokenizer, picked, 0, decodes_in)
+    run, template = RunFolder(found.folder), template_of(found)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, 0, decodes_in, template)
 
 
 def import_model(
@@ -125,7 +126,7 @@ def import_model(
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in like.values()})
     if isinstance(config, File):  # beside the recipe
         config = config.model_copy(update={"path": TOKENIZER})
-    recipe = recipe_of(found, config, "float32" in types, name)
+    recipe, template = recipe_of(found, config, "float32" in types, name), template_of(found)
     if out.exists():
         out.rmdir()
     with whole_folder(out) as folder:
@@ -135,6 +136,8 @@ def import_model(
             found.tokenizer.save(run.tokenizer)
         elif isinstance(config, File):
             shutil.copyfile(found.folder / TOKENIZER, run.tokenizer)
+        if template is not None:
+            write_text(run.chat_template, template)
         _write_weights(run, found, like, tokenizer)
         source = found.folder.resolve().name if Path(path).exists() else str(path)
         write_json(run.run_json, _record(found, source, recipe, tokenizer, ", ".join(types)))

@@ -96,7 +96,7 @@ class Worker:
         name = self.settings.name or lm.loaded.run.path.resolve().name
         most = lm.n_loops if self.settings.loops is None else lm.model.config.check_loops(self.settings.loops)
         self.catalogue = Catalogue(lm, name, self.settings.policy, most)
-        self.chat = Chat.of(lm.tokenizer, lm.loaded.run.path)
+        self.chat = Chat(lm.tokenizer, lm.loaded.chat_template)
         lm.tokenizer.decode_bytes([0])  # its tables are made at the first use
         asked = {name: value for name, value in self._options.items() if value is not None}
         options = Options(**asked | {"cache": pick_cache(asked.get("cache"), lm.model.config)})
