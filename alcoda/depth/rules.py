@@ -227,7 +227,7 @@ class StateChange(Scored):
 
 
 class CosineChange(Scored):
-    """``1 - cos(h_i, h_i-1)``, at least 0; 1 where a state is 0 (Huginn's ``cosine``, of its released code: 1e-3)."""
+    """``1 - cos(h_i, h_i-1)``, at least 0; 1 where a state is 0 (Huginn's ``cosine``; papers.md 3.2)."""
 
     kind: Literal["cosine"] = "cosine"
 
