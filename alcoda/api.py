@@ -476,6 +476,7 @@ def harness(
         batch_size: rows read at a time; None: as many as have 2,048 tokens.
     """
     lm = run if isinstance(run, LM) else load(run, checkpoint)
+    lm.whole()
     out = None if isinstance(run, LM) else RunFolder.find(run).writable().harness_json
     folder = None if data is None else Path(data)
     how: dict[str, Any] = {"shots": shots, "limit": limit, "data": folder, "bos": bos, "batch_size": batch_size}
@@ -483,7 +484,7 @@ def harness(
 
 
 def _loaded(run: str | Path | LM, checkpoint: str) -> LoadedRun:
-    return (run if isinstance(run, LM) else load(run, checkpoint)).loaded
+    return (run if isinstance(run, LM) else load(run, checkpoint)).whole()
 
 
 def samples(

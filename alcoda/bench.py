@@ -103,7 +103,7 @@ def bench_engine(
         # Weights in bf16 are multiplied as they are: nothing is cast on the way.
         runs_in, n_vocab = torch.float32, model.config.vocab_size
     else:
-        loaded = (run if isinstance(run, LM) else load(run, checkpoint, dtype=dtype)).loaded
+        loaded = (run if isinstance(run, LM) else load(run, checkpoint, dtype=dtype)).whole()
         model, what = loaded.model, loaded.run.path.resolve().name
         runs_in, n_vocab = loaded.decode_dtype, loaded.tokenizer.vocab_size
     check_serves(model)

@@ -154,7 +154,7 @@ def generate(
     from alcoda import api
     from alcoda.engine.engine import Options
 
-    lm = api.load(run, checkpoint)
+    lm = api.load(run, checkpoint, decode_only=True)
     how: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     how |= {"repetition_penalty": repetition_penalty, "stop": stop, "prefill": prefill, "cache": cache}
     how |= {"loops": loops, "max_tokens": max_tokens, "exit": leave, "engine": None}

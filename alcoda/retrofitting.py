@@ -241,6 +241,8 @@ def _write(
     with whole_folder(out) as folder:
         run = RunFolder(folder)
         found.tokenizer.save(run.tokenizer)
+        if found.chat_template is not None:
+            write_text(run.chat_template, found.chat_template)
         write_text(run.recipe_yaml, recipe.to_yaml())
         retrofitted = {"source": found.about, "split": layers.to_json(), "identity": identity.to_json()}
         record = {"name": recipe.name, "status": "retrofitted", **provenance(), "retrofit": retrofitted}

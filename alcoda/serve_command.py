@@ -50,6 +50,12 @@ def serve(
     ] = False,
     cache_tokens: Annotated[int | None, typer.Option(help="Room for keys, in tokens of all that run.", min=1)] = None,
     cache: Cache = None,
+    decode_only: Annotated[
+        bool,
+        typer.Option(
+            "--decode-only", help="Half the memory of weights on a CPU: no scores of prompts (echo with logprobs)."
+        ),
+    ] = False,
     checkpoint: Checkpoint = "best",
     plugin: Plugin = None,
     as_json: Json = False,
@@ -87,6 +93,7 @@ def serve(
             "cache": cache,
         },
         checkpoint=checkpoint,
+        decode_only=decode_only,
     )
     server.open()
     if not as_json:

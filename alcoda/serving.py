@@ -22,6 +22,7 @@ def server(
     policy: Policy | Mapping[str, Any] | str | Path | None = None,
     engine: Mapping[str, Any] | None = None,
     checkpoint: str = "best",
+    decode_only: bool = False,
     **settings: Any,
 ) -> Server:
     """A server of a model (docs/serving.md), which `Server.run` or ``with`` starts.
@@ -33,7 +34,7 @@ def server(
         run: a run folder, the name of a model that comes with the package, or a loaded model.
         policy: tiers by API key and depth under load (`alcoda.serve.settings.Policy`), or a YAML file of it.
         engine: fields of `alcoda.engine.engine.Options`.
-        checkpoint: of a run that is named.
+        checkpoint, decode_only: of a run that is named, as of `alcoda.load`.
         settings: fields of `alcoda.serve.settings.Settings`: host, port, api_keys, max_waiting, ...
 
     Raises:
@@ -47,7 +48,7 @@ def server(
     def load() -> LM:
         from alcoda.engine.llm import LM, load
 
-        return run if isinstance(run, LM) else load(run, checkpoint)
+        return run if isinstance(run, LM) else load(run, checkpoint, decode_only=decode_only)
 
     return Server(load, found, dict(engine or {}))
 

@@ -8,8 +8,8 @@ counted above what it holds once alcoda is there:
 
 a. `alcoda import`: the folder becomes a run;
 b. `alcoda.load` of the folder, and of the run, in bf16;
-c. of the run: `generate` of --tokens tokens at the model's 4 loops, greedy; once more where the model is for nothing
-   else (`alcoda.engine.packed.release`): weights that the engine lays out are then not there twice.
+c. of the run: `generate` of --tokens tokens at the model's 4 loops, greedy; once more of a model that was loaded for
+   nothing else (`decode_only=True`): weights that the engine lays out are then not there twice.
 
 The last line is JSON. Exit code 1 where (a) or (b) takes more than `MOST` times the weights.
 """
@@ -113,17 +113,14 @@ def write(folder: Path, layers: int, shape: dict[str, int]) -> int:
 def child(what: str, folder: str, out: str, tokens: int) -> dict[str, float]:
     """What one of the processes does, and what it took."""
     from alcoda import api
-    from alcoda.engine import packed
 
     before, began = resident_bytes(), time.perf_counter()
     if what == "import":
         api.import_model(folder, out)
         return {"seconds": time.perf_counter() - began, "peak_bytes": resident_bytes("VmHWM") - before}
-    lm = api.load(folder, dtype="bfloat16")
+    lm = api.load(folder, dtype="bfloat16", decode_only=what == "decode_alone")
     found = {"seconds": time.perf_counter() - began, "peak_bytes": resident_bytes("VmHWM") - before}
     if what.startswith("decode"):
-        if what == "decode_alone":
-            packed.release(lm.model, lm.loaded.decode_dtype)
         for n in (1, tokens):  # the first time lays weights out
             began = time.perf_counter()
             lm.generate(PROMPT, max_tokens=n, ignore_eot=True)

@@ -97,7 +97,7 @@ def run_exits(
     """One pass of a model in evaluation mode; arguments as `RecurrentLM.begin`."""
     first, n_loops = store.n_tokens, exits.test.n_loops
     begun, state = model.begin(ids_BT, n_loops, memory_BTD=memory_BTD, pos_BT=pos_BT, live_BT=live_BT, store=store)
-    rows = _Rows(exits, ids_BT, live_BT, state, first)
+    rows = _Rows(model, exits, ids_BT, live_BT, state, first)
     reads_loops = exits.coda_keys == "per_loop" or exits.readout_only
     out: Readout | None = None
     for loop in range(n_loops):
@@ -141,8 +141,10 @@ def _loop(model: RecurrentLM, begun: Begun, state: State, loop: int, active_BT: 
 class _Rows:
     """The tokens of a pass as rows, and which of them are still in the loop."""
 
-    def __init__(self, exits: Exits, ids_BT: Tensor, live_BT: Tensor | None, state: State, first: int) -> None:
-        self.test, (n_rows, n_tokens) = exits.test, ids_BT.shape
+    def __init__(
+        self, model: RecurrentLM, exits: Exits, ids_BT: Tensor, live_BT: Tensor | None, state: State, first: int
+    ) -> None:
+        self.model, self.test, (n_rows, n_tokens) = model, exits.test, ids_BT.shape
         self.depths_BT = torch.zeros_like(ids_BT)
         self.scores_BTR: Tensor | None = None
         if exits.keep_scores:
@@ -176,7 +178,7 @@ class _Rows:
 
         def logits() -> Tensor:
             assert here is not None, "a rule that looks at logits has coda keys per_loop"
-            return self.test.model.logits(self._rows(here.y_BTD))
+            return self.model.logits(self._rows(here.y_BTD))
 
         seen = Seen(loop, self._rows(before.h_BTD), self._rows(after.h_BTD), logits)
         leaves_N, score_N, self.kept = self.test.exits(seen, self.kept)

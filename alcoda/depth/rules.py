@@ -17,6 +17,7 @@ from alcoda.depth.record import ProbeWeights, Trace
 from alcoda.depth.watch import (
     ArgmaxTest,
     Bounds,
+    CosineTest,
     EntropyTest,
     ExitTest,
     FixedTest,
@@ -223,6 +224,18 @@ class StateChange(Scored):
 
     def flops(self, config: ModelConfig) -> int:
         return 4 * config.d_model  # two sums of squares
+
+
+class CosineChange(Scored):
+    """``1 - cos(h_i, h_i-1)``, at least 0; 1 where a state is 0 (Huginn's ``cosine``; papers.md 3.2)."""
+
+    kind: Literal["cosine"] = "cosine"
+
+    def make(self, model: RecurrentLM, bounds: Bounds, given: Any) -> ExitTest:
+        return CosineTest(model, bounds)
+
+    def flops(self, config: ModelConfig) -> int:
+        return 6 * config.d_model  # two sums of squares, and a product
 
 
 class SecondOrder(Scored):

@@ -211,6 +211,12 @@ class StateTest(ExitTest):
         return relative(h_ND - before_ND, h_ND), kept
 
 
+class CosineTest(ExitTest):
+    def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
+        before_ND, h_ND = at_least_fp32(seen.before_ND), at_least_fp32(seen.h_ND)
+        return (1 - F.cosine_similarity(before_ND, h_ND, dim=-1)).clamp(min=0), kept
+
+
 class SecondOrderTest(ExitTest):
     def __init__(self, model: RecurrentLM, bounds: Bounds, hits: int) -> None:
         super().__init__(model, bounds)

@@ -20,6 +20,7 @@ from alcoda.depth.watch import ExitTest
 from alcoda.engine.alone import Alone
 from alcoda.engine.engine import CACHE_TOKENS, Engine, Options
 from alcoda.engine.generated import Generated, Pieces, Texts
+from alcoda.engine.packed import DECODES_ONLY, Released, release
 from alcoda.engine.refusals import refuses
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
@@ -67,6 +68,17 @@ class LM:
     def n_loops(self) -> int:
         """The depth used where none is named."""
         return self.model.config.n_loops
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether it was loaded to decode only: it generates, and refuses all else."""
+        return isinstance(self.model, Released)
+
+    def whole(self) -> LoadedRun:
+        """What was loaded, for what reads the model's own weights; UsageError where it decodes only."""
+        if self.decodes_only:
+            raise UsageError(DECODES_ONLY)
+        return self.loaded
 
     @torch.no_grad()
     def logits(
@@ -423,7 +435,15 @@ class LM:
         return self.model.config.check_loops(self.n_loops if loops is None else loops)
 
 
-def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype: str = "auto") -> LM:
+def load(
+    path: str | Path,
+    checkpoint: str = "best",
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    noise: bool = False,
+    decode_only: bool = False,
+) -> LM:
     """The model of a run folder, or of another project's.
 
     Args:
@@ -433,12 +453,25 @@ def load(path: str | Path, checkpoint: str = "best", device: str = "auto", dtype
         device: ``auto``, ``cpu`` or ``cuda``.
         dtype: ``bfloat16``, ``float32``, or ``auto``: float32 for a run that asked for it, else bf16 where the hardware
             multiplies in it.
+        noise: of a folder of another project: as of `alcoda.import_model`.
+        decode_only: it is to generate and no more: the engine lays weights out once more on a CPU, and the model's own
+            are dropped, which halves its memory (docs/engine.md). ``logits``, ``trace``, ``save_pretrained`` and
+            measurements are refused. A model that the engine does not serve decodes by its own weights and stays whole.
 
     Raises:
         UsageError, RunError: no run, no checkpoint, or a damaged one; the message says which.
     """
     if not is_foreign(path):
-        return LM(load_run(path, checkpoint, device, dtype))
-    if checkpoint not in ("best", "last"):
+        if noise:
+            raise UsageError(
+                f"noise: {path} is a run, whose recipe says how its state begins (model.state_init.at_eval); leave it "
+                "out, or import the checkpoint with it (alcoda import --noise)"
+            )
+        loaded = load_run(path, checkpoint, device, dtype)
+    elif checkpoint not in ("best", "last"):
         raise UsageError(f"checkpoint {checkpoint!r}: {path} is no run of ours and has one state; leave it out")
-    return LM(load_foreign(path, device, dtype))
+    else:
+        loaded = load_foreign(path, device, dtype, noise)
+    if decode_only and not refuses(loaded.model):
+        loaded = replace(loaded, model=release(loaded.model, loaded.decode_dtype))
+    return LM(loaded)

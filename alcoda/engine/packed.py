@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alcoda.depth.record import fingerprint
 from alcoda.engine.fused import fused, is_plain
+from alcoda.errors import UsageError
 from alcoda.model.head import TiedHead, UntiedHead
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.mlp import SwiGluModule
-from alcoda.training.device import is_small
+from alcoda.training.device import give_back_freed_memory, is_small
 
 ROWS = 8
 """Of a product that a layout is chosen for; it serves others."""
@@ -106,6 +108,44 @@ class PackedHead(TiedHead):
         return product(y_BTD, self.laid_out, None)
 
 
+class Released(RecurrentLM):
+    """A model that engines still run and nothing else can: its weights are there as they are laid out alone. What asks
+    it for a part that is gone, or for its weights, is told so (UsageError).
+
+    Attributes:
+        served: what engines run.
+        fingerprint: `alcoda.depth.record.fingerprint` of its weights, which calibrated exits are checked against.
+    """
+
+    served: RecurrentLM
+    fingerprint: str
+
+    def __init__(self, model: RecurrentLM, served: RecurrentLM, fingerprint: str) -> None:
+        nn.Module.__init__(self)
+        self._gone = frozenset(name for name, _ in model.named_children())
+        self.config, self.fingerprint = model.config, fingerprint
+        # What requests and exit rules look at beside the engine.
+        self.embed, self.exit_gate = model.embed, model.exit_gate
+        self.__dict__["served"] = served  # no part of it
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_gone", ()) and name not in self._modules:
+            raise UsageError(DECODES_ONLY)
+        return super().__getattr__(name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(DECODES_ONLY)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(DECODES_ONLY)
+
+
+DECODES_ONLY = (
+    "this model was loaded to decode only (decode_only): it generates, and its own weights, which logits, traces, "
+    "measurements and saving read, are gone. Load it whole for them: alcoda.load(PATH), without decode_only"
+)
+
+
 def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     """The model for the engine's passes: itself, or, on a CPU, the same with its weights laid out once more. It is kept
     for as long as the model's weights are what they were.
@@ -113,6 +153,8 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     Args:
         dtype: of the passes (autocast); a model whose weights are bf16 computes in it anyway.
     """
+    if isinstance(model, Released):
+        return model.served
     in_bf16 = _in_bf16(model, dtype)
     if in_bf16 is None:
         return model
@@ -123,24 +165,29 @@ def served(model: RecurrentLM, dtype: torch.dtype) -> RecurrentLM:
     return found[1]
 
 
-def release(model: RecurrentLM, dtype: torch.dtype) -> None:
-    """Lay out the weights as `served` does and drop each as it is done: engines still run the model, nothing else can.
+def release(model: RecurrentLM, dtype: torch.dtype) -> Released:
+    """The model for engines alone: its weights are laid out as by `served`, and each is dropped as it is done, so that
+    ``model`` itself is of no use any more.
 
     Where it was not served before, no more memory is needed than its weights take and the largest part of a block, or
-    the head, once more.
+    the head, once more. Where nothing is laid out, the weights stay as they are, and what `Released` refuses is the
+    same.
     """
-    in_bf16 = _in_bf16(model, dtype)
+    if isinstance(model, Released):
+        return model
+    known, in_bf16 = fingerprint(model), _in_bf16(model, dtype)
     if in_bf16 is None:
-        return
-    found = _SERVED.get(model)
+        return Released(model, model, known)
+    found = _SERVED.pop(model, None)
     if found is None or found[0] != (_state(model), in_bf16):
+        give_back_freed_memory()
         packed = _laid_out(model, in_bf16, keeps=False)
     else:
         packed = found[1]
         for module in model.modules():
             if is_plain(module) or (type(module) is UntiedHead and in_bf16):
                 _drop(module)
-    _SERVED[model] = ((_state(model), in_bf16), packed)
+    return Released(model, packed, known)
 
 
 def _in_bf16(model: RecurrentLM, dtype: torch.dtype) -> bool | None:
@@ -161,6 +208,7 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
             if done[module] is not None and not keeps:
                 for linear in filter(is_plain, module.modules()):
                     _drop(linear)
+                give_back_freed_memory()  # laid out, weights seldom fit into the room of those before
         return done[module]
 
     head: nn.Module | None = None
@@ -168,6 +216,7 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
         head = PlainHead(model.head_weight_VD)
         if not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
             _drop(model.head)
+            give_back_freed_memory()
     elif type(model.head) is TiedHead and is_there():
         head = PackedHead(model.head_weight_VD)
     packed = _packed(model, part)
@@ -183,7 +232,8 @@ def _drop(linear: nn.Module) -> None:
 def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
     """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
     packed = served(model, dtype)
-    own = {p.data_ptr(): p.numel() * p.element_size() for m in (model, packed) for p in m.parameters()}
+    models = (packed,) if isinstance(model, Released) else (model, packed)
+    own = {p.data_ptr(): p.numel() * p.element_size() for m in models for p in m.parameters()}
     laid_out = [m.laid_out for m in packed.modules() if isinstance(m, PackedLinear | PackedHead)]
     return sum(own.values()) + sum(x.numel() * x.element_size() for x in laid_out)
 

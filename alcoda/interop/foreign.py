@@ -38,7 +38,7 @@ class Foreign:
         model: the same architecture as a point of our design space.
         takes: where each parameter of ours comes from.
         tensors: their weights, unread.
-        tokenizer: of a single file, if it has one; that of a folder is another file there.
+        tokenizer, chat_template: of a single file, if it has them; those of a folder are other files there.
     """
 
     folder: Path
@@ -48,6 +48,7 @@ class Foreign:
     takes: dict[str, Take]
     tensors: Tensors
     tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """What a parameter of ours is held in over there."""

@@ -11,13 +11,14 @@ from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
 from torch import Tensor
 
 from alcoda import progress
+from alcoda.data.chat_template import alone
 from alcoda.errors import RunError, UsageError
 from alcoda.stderr import STDERR
 
@@ -34,8 +35,22 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], tokenizers.Tokenizer | None]:
-    """Config, weights in float32 by transformers' names, and the tokenizer, if it can be made one of ours.
+class Read(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        weights: in float32, by transformers' names.
+        tokenizer: if it can be made one of ours; with its chat template, if it has one.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    tokenizer: tokenizers.Tokenizer | None
+    chat_template: str | None
+
+
+def read(path: Path) -> Read:
+    """A file through transformers.
 
     Raises:
         UsageError: a package is missing, or transformers does not read this architecture.
@@ -56,21 +71,24 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], tokenizers.Toke
         # It draws bars of its own, which are of no use in a log.
         with nullcontext() if STDERR.isatty() else redirect_stderr(io.StringIO()):
             model = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **how)
-            tokenizer = _tokenizer(transformers, path, how)
+            tokenizer, template = _tokenizer(transformers, path, how)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise UsageError(f"{path}: transformers {transformers.__version__} does not read it: {_first(error)}") from None
     except Exception as error:  # a file that is cut off gives half a dozen kinds
         raise RunError(f"{path} is damaged, or transformers cannot read it: {_first(error)}") from None
-    return model.config.to_dict(), {name: tensor.detach() for name, tensor in model.state_dict().items()}, tokenizer
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return Read(model.config.to_dict(), weights, tokenizer, template)
 
 
-def _tokenizer(transformers: Any, path: Path, how: Any) -> tokenizers.Tokenizer | None:
+def _tokenizer(transformers: Any, path: Path, how: Any) -> tuple[tokenizers.Tokenizer | None, str | None]:
     try:
         made = transformers.AutoTokenizer.from_pretrained(str(path.parent), **how)
     except Exception:  # a model without a tokenizer that it knows: it is read for token ids
-        return None
-    inner = getattr(made, "backend_tokenizer", None)
-    return inner if isinstance(inner, tokenizers.Tokenizer) else None
+        return None, None
+    inner, template = getattr(made, "backend_tokenizer", None), getattr(made, "chat_template", None)
+    if not isinstance(inner, tokenizers.Tokenizer):
+        return None, None
+    return inner, alone(template, made.special_tokens_map) if isinstance(template, str) else None
 
 
 def _first(error: Exception) -> str:

@@ -15,6 +15,7 @@ from tokenizers import processors
 from torch import Tensor
 
 from alcoda import progress
+from alcoda.data.chat_template import TEMPLATE
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.record import fingerprint
 from alcoda.depth.tiers import Tiers
@@ -100,6 +101,8 @@ def save_pretrained(
         write_json(new / "generation_config.json", _generation(model, tokenizer, ids))
         if tokenizer is not None:
             _write_tokenizer(new, tokenizer, model)
+            if loaded.chat_template is not None:
+                write_text(new / TEMPLATE, loaded.chat_template)
         if has_exits:
             _write_exits(new, loaded)
         write_text(new / "README.md", card(loaded, params, widest, has_exits, has_code))

@@ -22,7 +22,7 @@ from alcoda.interop.foreign import Foreign, open_foreign
 from alcoda.interop.hub import find_folder
 from alcoda.interop.layouts import LAYOUTS
 from alcoda.interop.onefile import open_file
-from alcoda.interop.text import TOKENIZER, tokenizer_of
+from alcoda.interop.text import TOKENIZER, template_of, tokenizer_of
 from alcoda.model.config import ModelConfig
 from alcoda.model.recurrence.state_init import Noise
 from alcoda.training import checkpoint, shard
@@ -61,7 +61,7 @@ def open_any(path: str | Path) -> Foreign:
     return open_file(Path(path)) if Path(path).is_file() else open_foreign(path, LAYOUTS)
 
 
-def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") -> LoadedRun:
+def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto", noise: bool = False) -> LoadedRun:
     """The model in a folder (or file) of another project, or of the hub by its name; nothing is written but the hub's
     cache.
 
@@ -69,11 +69,12 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
 
     Args:
         dtype: as of `load_run`; auto is float32 where the weights are.
+        noise: as of `import_model`.
 
     Raises:
-        UsageError, RunError: as `open_foreign`.
+        UsageError, RunError: as `open_foreign`; noise of a model that has none.
     """
-    found = open_any(find_folder(path))
+    found = _opened(path, noise)
     config, tokenizer = tokenizer_of(found)
     recipe = recipe_of(found, config, _is_fp32(found))
     on = pick_device(device)
@@ -83,7 +84,8 @@ def load_foreign(path: str | Path, device: str = "auto", dtype: str = "auto") ->
     model = checkpoint.build(found.model, on, picked)
     shard.fill(model, found.weights())
     decodes_in = decode_dtype(dtype, picked, on, found.model)
-    return LoadedRun(RunFolder(found.folder), recipe, model.eval(), tokenizer, picked, 0, decodes_in)
+    run, template = RunFolder(found.folder), template_of(found)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, 0, decodes_in, template)
 
 
 def import_model(
@@ -115,9 +117,7 @@ def import_model(
     out = Path("runs") / name if out is None else Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is there already and not empty: give another folder")
-    found = open_any(find_folder(path))
-    if noise:
-        found = replace(found, model=_with_noise(found.model))
+    found = _opened(path, noise)
     config, tokenizer = tokenizer_of(found, eot)
     like = {
         key: torch.empty_like(tensor, dtype=DTYPES[dtype] if dtype else _kept(found.dtype(key)), device="meta")
@@ -126,7 +126,7 @@ def import_model(
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in like.values()})
     if isinstance(config, File):  # beside the recipe
         config = config.model_copy(update={"path": TOKENIZER})
-    recipe = recipe_of(found, config, "float32" in types, name)
+    recipe, template = recipe_of(found, config, "float32" in types, name), template_of(found)
     if out.exists():
         out.rmdir()
     with whole_folder(out) as folder:
@@ -136,12 +136,19 @@ def import_model(
             found.tokenizer.save(run.tokenizer)
         elif isinstance(config, File):
             shutil.copyfile(found.folder / TOKENIZER, run.tokenizer)
+        if template is not None:
+            write_text(run.chat_template, template)
         _write_weights(run, found, like, tokenizer)
         source = found.folder.resolve().name if Path(path).exists() else str(path)
         write_json(run.run_json, _record(found, source, recipe, tokenizer, ", ".join(types)))
     (file,) = RunFolder(out).checkpoints.glob(f"*/{checkpoint.WEIGHTS}")
     params = sum(tensor.numel() for tensor in like.values())
     return Imported(out, found.layout.name, params, ", ".join(types), file.stat().st_size, isinstance(config, File))
+
+
+def _opened(path: str | Path, noise: bool) -> Foreign:
+    found = open_any(find_folder(path))
+    return replace(found, model=_with_noise(found.model)) if noise else found
 
 
 def _with_noise(model: ModelConfig) -> ModelConfig:

@@ -40,9 +40,10 @@ def open_file(path: Path) -> Foreign:
         RunError: a damaged file.
     """
     if gguf.is_gguf(path):
-        config, tensors, inner = gguf.read(path)
+        config, tensors, inner, template = gguf.read(path)
         tokenizer = None if inner is None else _of_gguf(inner, config, path)
-        return replace(fit(path, config, Held(path, tensors), LAYOUTS), tokenizer=tokenizer)
+        found = fit(path, config, Held(path, tensors), LAYOUTS)
+        return replace(found, tokenizer=tokenizer, chat_template=template)
     if path.suffix == ".bin" or llama2c.is_llama2c(path):
         config, tensors = llama2c.read(path)
         return replace(fit(path, config, Held(path, tensors), LAYOUTS), tokenizer=beside(path))

@@ -13,7 +13,7 @@ from alcoda.data.tokenizer import Tokenizer
 from alcoda.interop.foreign import is_foreign
 from alcoda.interop.hub import find_folder
 from alcoda.interop.load import open_any
-from alcoda.interop.text import tokenizer_of
+from alcoda.interop.text import template_of, tokenizer_of
 from alcoda.model.config import ModelConfig
 from alcoda.training import checkpoint
 from alcoda.training.load import load_run, pick_checkpoint
@@ -27,12 +27,14 @@ class Source:
         config: as a point of our design space.
         weights: by our names, in float32 on the CPU.
         tokenizer: of kind ``none`` where none lies with it.
+        chat_template: of the tokenizer, if it has one.
         about: for the record of a run: name, layout, and sha256 of its weights.
     """
 
     config: ModelConfig
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
+    chat_template: str | None
     about: dict[str, Any]
 
 
@@ -49,8 +51,8 @@ def open_source(path: str | Path) -> Source:
         found = open_any(path)
         weights = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in found.weights()}
         about = {"name": path.name, "layout": found.layout.name, "sha256": found.tensors.sha256}
-        return Source(found.model, weights, tokenizer_of(found)[1], about)
+        return Source(found.model, weights, tokenizer_of(found)[1], template_of(found), about)
     run = load_run(path, device="cpu", dtype="float32")
     where = pick_checkpoint(run.run, "best")
     about = {"name": path.name, "layout": "alcoda", "sha256": checkpoint.digest(checkpoint.check(where))}
-    return Source(run.recipe.model, run.model.state_dict(), run.tokenizer, about)
+    return Source(run.recipe.model, run.model.state_dict(), run.tokenizer, run.chat_template, about)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from alcoda.data.chat_template import find_template
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import File, NoTokenizer, TokenizerConfig
 from alcoda.errors import RunError, UsageError
@@ -30,6 +31,11 @@ def tokenizer_of(found: Foreign, eot: str | None = None) -> tuple[TokenizerConfi
         raise UsageError(f"eot {eot!r}: the tokenizer of {found.folder} says itself that it is {given.eot_text!r}")
     check_vocabulary(given, vocab_size, found.folder)
     return File(path=TOKENIZER, eot=given.eot_text, bos=None if given.bos == given.eot else given.bos_text), given
+
+
+def template_of(found: Foreign) -> str | None:
+    """The chat template of a checkpoint, if it has one."""
+    return found.chat_template if found.folder.is_file() else find_template(found.folder)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:

@@ -1,19 +1,18 @@
 """Messages into the tokens of a prompt.
 
-A tokenizer's own template is used where the run has one (`chat_template.jinja`, or ``chat_template`` of
-`tokenizer_config.json`), else a plain one, which a base model continues like a play. What messages say never becomes a
+A tokenizer's own template is used where the run has one (`alcoda.data.chat_template`), else a plain one, which a base
+model continues like a play. What messages say never becomes a
 special token: a template's special tokens are found in the text that it makes, after those in the messages were broken
 up by a character that no text has.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from alcoda.data.chat_template import SPECIALS
 from alcoda.serve.errors import ApiError
 from alcoda.serve.protocol import Message
 
@@ -23,36 +22,29 @@ if TYPE_CHECKING:
 GUARD = "\ufdd0"
 """A code point that Unicode keeps from being a character."""
 NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+NO_SPECIALS = dict.fromkeys(SPECIALS, "")
+"""A template that needs one sets it itself."""
+ANSWER = "an answer of which nothing is like it"
 PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nTool:")
 
 
 class Chat:
     """Of one model.
 
+    Args:
+        template: that stands alone; None: a plain one.
+
     Attributes:
         has_template: whether the template is the model's own.
         stops: strings that end an answer beside the request's.
+        stop_ids: the special token that the template puts after an answer, which ends one too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, special: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         self.tokenizer, self.has_template = tokenizer, template is not None
         self.stops: tuple[str, ...] = () if template is not None else PLAIN_STOPS
         self._template = None if template is None else _compile(template)
-        self._special = dict(special)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, folder: Path) -> Chat:
-        """The chat of the run (or of another project's model) in ``folder``."""
-        config = _json(folder / "tokenizer_config.json")
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-            template = named.get("default")
-        path = folder / "chat_template.jinja"
-        if path.is_file():
-            template = path.read_text(encoding="utf-8")
-        special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        return cls(tokenizer, template if isinstance(template, str) else None, special)
+        self.stop_ids = self._after_an_answer()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -70,12 +62,24 @@ class Chat:
             for message in messages
         ]
         try:
-            text = self._template.render(messages=told, add_generation_prompt=True, tools=None, **self._special)
+            text = self._template.render(messages=told, add_generation_prompt=True, tools=None, **NO_SPECIALS)
         except Exception as error:  # a template may raise anything, and what it says is meant for the client
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from None
         return self._encode(text)
+
+    def _after_an_answer(self) -> frozenset[int]:
+        if self._template is None or self._pattern is None:
+            return frozenset()
+        told = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            text = self._template.render(messages=told, add_generation_prompt=False, tools=None, **NO_SPECIALS)
+        except Exception:  # such a conversation is not for it
+            return frozenset()
+        _, answer, rest = text.rpartition(ANSWER)
+        found = self._pattern.match(rest.lstrip()) if answer else None
+        return frozenset() if found is None else frozenset({self.tokenizer.specials[found[0]]})
 
     def _guarded(self, text: str) -> str:
         text = text.replace(GUARD, "")
@@ -107,15 +111,3 @@ def _compile(template: str) -> Any:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     helpers = {"raise_exception": refuse, "strftime_now": lambda form: ""}  # an answer is a function of the request
     return environment.from_string(template, globals=helpers)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _text(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from alcoda.errors import UsageError
@@ -102,18 +102,25 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: set logprobs to true too", param="top_logprobs")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        echo, stops = False, worker.chat.stops
+        echo, stops, ends = False, worker.chat.stops, worker.chat.stop_ids
     else:
         given = _prompts(body.prompt)
         for one in given:
             if isinstance(one, str):
                 _check_size(one, lm, "prompt")
         prompts = [lm.prompt_ids(one) for one in given]
-        logprobs, stops = body.logprobs, ()
+        logprobs, stops, ends = body.logprobs, (), frozenset()
         asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         echo = bool(body.echo)
     if asked == 0 and not echo:
         raise ApiError(400, "max_tokens=0: without echo nothing is asked for", param="max_tokens")
+    if echo and logprobs is not None and lm.decodes_only:
+        raise ApiError(
+            400,
+            "logprobs: with echo, prompts are scored, which reads weights that this server does not keep (it decodes "
+            "only); leave one of the two out",
+            param="logprobs",
+        )
     for ids in prompts:
         _check_fits(ids, asked, lm.model.config.seq_len, isinstance(body, ChatBody))
     how = _how(body, stops, logprobs) | depth.how
@@ -124,6 +131,8 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         engine.check_prompt(ids)
     like = lm.request((0,), max_tokens=1, **how)
     requests = [None if asked == 0 else lm.request(ids, max_tokens=asked or seq_len, **how) for ids in prompts]
+    if ends and not body.ignore_eos:
+        requests = [one and replace(one, stop_ids=one.stop_ids | ends) for one in requests]
     for request in requests:
         if request is not None:
             engine.check(request)

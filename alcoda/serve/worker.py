@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from alcoda.errors import UsageError
 from alcoda.serve.audit import Audit
 from alcoda.serve.errors import ApiError
 from alcoda.serve.metrics import Metrics
@@ -83,6 +84,10 @@ class Worker:
 
     def _make(self) -> None:
         lm = self._load()
+        if self.settings.audit and lm.decodes_only:
+            raise UsageError(
+                "audit: texts are read again by the whole model, and this one decodes only; leave out one of the two"
+            )
         from alcoda.engine.engine import Options
         from alcoda.model.cache_policy import pick_cache
         from alcoda.serve.chat import Chat
@@ -91,7 +96,7 @@ class Worker:
         name = self.settings.name or lm.loaded.run.path.resolve().name
         most = lm.n_loops if self.settings.loops is None else lm.model.config.check_loops(self.settings.loops)
         self.catalogue = Catalogue(lm, name, self.settings.policy, most)
-        self.chat = Chat.of(lm.tokenizer, lm.loaded.run.path)
+        self.chat = Chat(lm.tokenizer, lm.loaded.chat_template)
         lm.tokenizer.decode_bytes([0])  # its tables are made at the first use
         asked = {name: value for name, value in self._options.items() if value is not None}
         options = Options(**asked | {"cache": pick_cache(asked.get("cache"), lm.model.config)})

@@ -81,6 +81,13 @@ def keep_freed_memory() -> None:
     mallopt(m_top_pad, 64 << 20)
 
 
+def give_back_freed_memory() -> None:
+    """Give what was freed, and was kept by `keep_freed_memory`, back to the system: where memory is short and what is
+    freed has other sizes than what is wanted next."""
+    with suppress(OSError, AttributeError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Of torch's generators, those of this process: ``rng`` of the CPU, ``cuda_rng`` a list of that of its GPU."""
     return {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from alcoda.data.chat_template import find_template
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.rules import ExitRule
 from alcoda.depth.tiers import Exit, find_exit
@@ -34,6 +35,7 @@ class LoadedRun:
         dtype: what its passes are computed in (autocast).
         decode_dtype: what those of the engine are, whose products have few rows.
         train_step: of the checkpoint that was loaded.
+        chat_template: of its tokenizer (`alcoda.data.chat_template`), if it has one.
     """
 
     run: RunFolder
@@ -43,6 +45,7 @@ class LoadedRun:
     dtype: torch.dtype
     train_step: int
     decode_dtype: torch.dtype
+    chat_template: str | None = None
 
     def prefill(self, choice: Prefill | str | None, otherwise: str) -> Prefill:
         """How rows are read where the model has a memory: a choice or its name; ``otherwise`` where None.
@@ -128,7 +131,8 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", dtype:
     model = checkpoint.build(recipe.model, on, picked)
     checkpoint.load_weights(where, model)
     decodes_in = decode_dtype(dtype, picked, on, recipe.model)
-    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"], decodes_in)
+    template = find_template(run.path)
+    return LoadedRun(run, recipe, model.eval(), tokenizer, picked, manifest["train_step"], decodes_in, template)
 
 
 def check_tokenizer(run: RunFolder, path: Path, tokenizer: Tokenizer) -> None:

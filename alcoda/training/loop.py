@@ -43,7 +43,7 @@ from alcoda.training.passes import step_loss
 from alcoda.training.processes import ALONE, Processes, joined
 from alcoda.training.recipe import Recipe
 from alcoda.training.run import RunFolder
-from alcoda.training.start import start
+from alcoda.training.start import keep_template, start
 from alcoda.training.stop import stop_on_signal
 from alcoda.training.track import Trackers, check_trackers
 from alcoda.training.trainable import freeze
@@ -138,6 +138,7 @@ def _train(
                 if tokenizer is None:
                     with disk(run.tokenizer):
                         data.tokenizer.save(run.tokenizer)
+                    keep_template(recipe, run)
         return trainer.run_to_end()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from alcoda.data.chat_template import find_template
 from alcoda.data.prepare import prepare
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.record import fingerprint
@@ -96,7 +97,7 @@ def pack(
     before = checkpoint.check(where)
     tokenizer = source.load_tokenizer()
     check_tokenizer(source, where, tokenizer)
-    texts = _texts(source, tokenizer, keep or {})
+    texts, template = _texts(source, tokenizer, keep or {}), find_template(source.path)
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in checkpoint.read_weights(where).items()}
     step = before["train_step"]
     if out.exists():
@@ -105,6 +106,8 @@ def pack(
         new = RunFolder(folder)
         if source.tokenizer.exists():  # an imported run may have none
             shutil.copyfile(source.tokenizer, new.tokenizer)
+        if template is not None:
+            write_text(new.chat_template, template)
         recipe = _without_folders(yaml.safe_load(source.recipe_yaml.read_text()))
         write_text(new.recipe_yaml, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
         packed = {"checkpoint": where.name, "weights": checkpoint.digest(before), "dtype": dtype}

@@ -4,6 +4,7 @@ recipe.yaml        the resolved config
 run.json           versions, commit, seeds, machine, data, ledger, state of the run
 metrics.jsonl      a line a logged step, a line a validation
 tokenizer.json
+chat_template.jinja  (of an imported model, and what was made of it)
 checkpoints/step_00000500/{model.safetensors, train_state.pt, checkpoint.json}
 eval.json, samples.json, report.html        (by alcoda report)
 caches.json        (by alcoda eval --cache all)
@@ -34,6 +35,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from alcoda.data.chat_template import TEMPLATE
 from alcoda.data.prepare import Data
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.depth.tiers import EXITS, PROBE
@@ -60,6 +62,7 @@ text itself is compared)."""
 
 RUN_FILES = (
     "caches.json",
+    "chat_template.jinja",
     "checkpoints",
     "eval.json",
     "exits.json",
@@ -101,6 +104,7 @@ class RunFolder:
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.tokenizer = self.path / "tokenizer.json"
+        self.chat_template = self.path / TEMPLATE
         self.checkpoints = self.path / "checkpoints"
         self.eval_json = self.path / "eval.json"
         self.samples_json = self.path / "samples.json"

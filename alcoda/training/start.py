@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from alcoda import progress
+from alcoda.data.chat_template import find_template
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import File
 from alcoda.errors import UsageError
+from alcoda.files import write_text
 from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint, shard
 from alcoda.training.load import check_tokenizer, pick_checkpoint
@@ -70,6 +72,15 @@ def start(recipe: Recipe, model: RecurrentLM, tokenizer: Tokenizer, run: RunFold
             progress.say(f"{what}: {', '.join(names)} {words}")
     found = {"run": str(source.path), "checkpoint": where.name, "train_step": manifest["train_step"], "sha256": digest}
     return {"init_from": {**found, "fresh": fresh, "left": left}}
+
+
+def keep_template(recipe: Recipe, run: RunFolder) -> None:
+    """The chat template of the run that ``recipe.init_from`` names, whose tokenizer this one has too, goes along."""
+    if recipe.init_from is None:
+        return
+    template = find_template(RunFolder.find(recipe.init_from.run).path)
+    if template is not None:
+        write_text(run.chat_template, template)
 
 
 def _spelled(source: RunFolder) -> str:

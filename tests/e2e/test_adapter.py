@@ -50,6 +50,14 @@ def test_fine_tuned_and_merged_on_export(run_cli: Cli, words: str, tmp_path: Pat
     run_cli.ok("import", out, "--out", tmp_path / "again")
     how = {"exit": "state:0.5", "max_tokens": 6}
     assert alcoda.load(tmp_path / "again").generate("the", **how) == after.generate("the", **how)
+    # A packed run keeps the adapter beside the weights, to the bit, and can be trained on from.
+    run_cli.ok("pack", tuned, "--out", tmp_path / "packed", "--dtype", "float32")
+    packed = alcoda.load(tmp_path / "packed")
+    assert packed.recipe.model.sharing.kind == "adapter" and torch.equal(packed.logits(IDS), after.logits(IDS))
+    run_cli.ok("train", base / "recipe.yaml", "--init", tmp_path / "packed", *sets, "--out", tmp_path / "on")
+    on = alcoda.load(tmp_path / "on").model.state_dict()
+    assert all(torch.equal(tensor, on[name]) for name, tensor in ours.items())
+    assert any(not torch.equal(tensor, on[name]) for name, tensor in theirs.items())
     with torch.no_grad():
         for loops in (1, 4, 6):  # in fp64, so that only the merged weights are rounded
             told, exact = (one.model.double()(IDS, loops) for one in (merged, after))

@@ -72,11 +72,12 @@ def test_weights_that_change_are_laid_out_anew() -> None:
 def test_released_weights_are_held_once(head: str) -> None:
     model, other = in_bf16(head=head), in_bf16(head=head)
     whole, said = packed.held_bytes(model, torch.float32), tokens(model)
-    packed.release(model, torch.float32)
-    assert packed.held_bytes(model, torch.float32) < whole and tokens(model) == said
+    released = packed.release(model, torch.float32)
+    held = packed.held_bytes(released, torch.float32)
+    assert held < whole and tokens(released) == said
     # Map by map, of a model that no engine has served.
-    packed.release(other, torch.float32)
-    assert packed.held_bytes(other, torch.float32) == packed.held_bytes(model, torch.float32) and tokens(other) == said
+    released = packed.release(other, torch.float32)
+    assert packed.held_bytes(released, torch.float32) == held and tokens(released) == said
 
 
 def test_while_weights_are_released_no_more_than_a_part_of_a_block_is_there_twice(

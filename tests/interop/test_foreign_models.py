@@ -62,6 +62,8 @@ def test_huginn_from_noise_if_asked(huginn: Path, tmp_path: Path) -> None:
     lm = alcoda.load(tmp_path / "run")
     noise = lm.logits(ids(), loops=1)
     assert (noise - zeros).abs().max() > 0.1
+    assert torch.equal(alcoda.load(huginn, noise=True).logits(ids(), loops=1), noise), "in memory the same"
+    assert torch.equal(alcoda.load(huginn).logits(ids(), loops=1), zeros)
     torch.testing.assert_close(lm.logits(ids()[:, :5], loops=1), noise[:, :5], rtol=0, atol=ATOL)
 
 
@@ -69,6 +71,10 @@ def test_noise_of_a_model_that_has_none(ouro: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not begin as noise"):
         api.import_model(ouro, tmp_path / "run", noise=True)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match="does not begin as noise"):
+        alcoda.load(ouro, noise=True)
+    with pytest.raises(UsageError, match=r"is a run, whose recipe says.*alcoda import --noise"):
+        alcoda.load("mini", noise=True)
 
 
 def test_ouro_is_its_equations(ouro: Path) -> None:

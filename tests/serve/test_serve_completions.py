@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
-from serving import NAME, ask, events
+from serving import NAME, ask, events, serving
 
 from alcoda.engine.engine import Options
 from alcoda.engine.llm import LM
@@ -85,6 +85,17 @@ def test_a_chat(client: openai.OpenAI, lm: LM) -> None:
     said = alone(lm, "System: Be brief.\nUser: Hi\nAssistant:", max_tokens=7)
     assert (found.choices[0].message.role, found.choices[0].message.content) == ("assistant", said)
     assert found.object == "chat.completion" and found.usage is not None and found.usage.completion_tokens == 7
+
+
+def test_what_the_template_puts_after_an_answer_ends_it(lm: LM) -> None:
+    body = {"logit_bias": {"65": 100}, "max_tokens": 3}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], **body}
+    with serving(lm) as made:
+        made.worker.chat.stop_ids = frozenset({65})
+        found = ask(made, "/v1/chat/completions", **chat)["choices"][0]
+        assert (found["message"]["content"], found["finish_reason"]) == ("", "stop")
+        for answer in (ask(made, "/v1/chat/completions", **chat, ignore_eos=True), ask(made, **body)):
+            assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_chat_goes_on_to_the_end_of_the_context(server: Server, lm: LM) -> None:

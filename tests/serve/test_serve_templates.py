@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from alcoda.data.chat_template import find_template
 from alcoda.data.tokenizer import Tokenizer
 from alcoda.data.vocabulary import Byte
 from alcoda.serve.chat import Chat
@@ -32,7 +33,7 @@ def tokenizer() -> Tokenizer:
 def chat(tokenizer: Tokenizer, tmp_path: Path) -> Chat:
     config = {"chat_template": TEMPLATE, "bos_token": {"content": tokenizer.eot_text}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return Chat.of(tokenizer, tmp_path)
+    return Chat(tokenizer, find_template(tmp_path))
 
 
 def said(*told: tuple[str, str]) -> list[Message]:
@@ -48,6 +49,14 @@ def test_a_template_of_the_tokenizer(chat: Chat, tokenizer: Tokenizer) -> None:
     expected = [tokenizer.eot, begin, *plain("user\nHi é"), end, *plain("\n"), begin, *plain("assistant\n")]
     assert chat.has_template and chat.stops == ()
     assert list(chat.prompt(said(("user", "  Hi é ")))) == expected
+
+
+def test_what_ends_an_answer(chat: Chat, tokenizer: Tokenizer) -> None:
+    assert chat.stop_ids == {tokenizer.specials["<|im_end|>"]}
+    bare = "{% for message in messages %}{{ message['content'] }}{% endfor %}<|im_end|>"
+    for template in (None, "<|im_end|>only this", bare + "x", "{{ raise_exception('never') }}"):
+        found = Chat(tokenizer, template).stop_ids
+        assert found == ({tokenizer.specials["<|im_end|>"]} if template == bare + "x" else set())
 
 
 def test_no_message_becomes_a_special_token(chat: Chat, tokenizer: Tokenizer) -> None:
@@ -66,7 +75,8 @@ def test_what_a_template_refuses(chat: Chat) -> None:
 
 def test_a_file_of_its_own_goes_first(chat: Chat, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("only this")
-    assert list(Chat.of(tokenizer, tmp_path).prompt(said(("user", "Hi")))) == tokenizer.encode("only this").tolist()
+    found = Chat(tokenizer, find_template(tmp_path)).prompt(said(("user", "Hi")))
+    assert list(found) == tokenizer.encode("only this").tolist()
 
 
 @pytest.mark.parametrize(
@@ -74,11 +84,11 @@ def test_a_file_of_its_own_goes_first(chat: Chat, tokenizer: Tokenizer, tmp_path
 )
 def test_a_template_is_kept_in(tokenizer: Tokenizer, text: str) -> None:
     with pytest.raises(ApiError, match="chat template refuses"):
-        Chat(tokenizer, text, {}).prompt(said(("user", "Hi")))
+        Chat(tokenizer, text).prompt(said(("user", "Hi")))
 
 
 def test_plain_words_where_there_is_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    chat = Chat.of(tokenizer, tmp_path)
+    chat = Chat(tokenizer, find_template(tmp_path))
     ids = chat.prompt(said(("developer", "Be brief."), ("user", "Hi"), ("assistant", "Ho"), ("user", "So?")))
     text = "System: Be brief.\nUser: Hi\nAssistant: Ho\nUser: So?\nAssistant:"
     assert list(ids) == [tokenizer.bos, *tokenizer.encode(text).tolist()] and not chat.has_template

@@ -17,6 +17,7 @@ from alcoda.depth.replay import replay
 from alcoda.depth.rules import (
     NEVER,
     ArgmaxStable,
+    CosineChange,
     EntropyChange,
     ExitRule,
     Fixed,
@@ -106,6 +107,12 @@ def test_kl_is_never_below_zero() -> None:
     _, _, kept = test.exits(Seen(1, h, h, lambda: z), kept)
     leaves, score, _ = test.exits(Seen(2, h, h, lambda: z + 3), kept)
     assert score.dtype == torch.float32 and (score >= 0).all() and not leaves.any()
+
+
+def test_cosine_is_of_directions_alone() -> None:
+    found = watch(built(CosineChange(threshold=1e-3)), [[0, 0], [3, 4], [4, 3], [8, 6], [-8, -6]])
+    assert [s for _, s in found] == pytest.approx([1.0, 1 - 24 / 25, 0.0, 2.0])
+    assert [leaves for leaves, _ in found] == [False, False, True, True]  # the last, because it is the last
 
 
 def test_second_order_is_the_change_of_the_change() -> None:
@@ -301,6 +308,7 @@ def test_looking_costs_what_the_page_says() -> None:
     readout = sum(flops for name, flops in terms.items() if name.split(".")[0] in ("coda", "readout_map", "head"))
     assert Kl().flops(config) == ArgmaxStable().flops(config) == readout > 0
     assert [rule.flops(config) for rule in (NEVER, TraceRule(), StateChange(), Gate(), Probe())] == [0, 0, 8, 4, 8]
+    assert CosineChange().flops(config) == 12 and LastKl().flops(config) == readout
 
 
 @pytest.mark.parametrize("fields", [{}, {"memory": "prev_token"}], ids=["plain", "memory"])
