@@ -16,6 +16,7 @@ def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["load_run"]["tokens"] == 3 and found["load_run"]["tokens_per_s"] > 0
     assert {"import", "load_folder", "load_run"} < found.keys()
+    assert found["load_run_to_decode_alone"]["peak_over_weights_decoding"] > 0
     assert not list(tmp_path.iterdir())
 
 
