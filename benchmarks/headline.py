@@ -93,8 +93,8 @@ def held(config: ModelConfig) -> tuple[RecurrentLM, dict[str, int]]:
     model = checkpoint.build(config, CPU).to(DTYPE).eval()
     fill(model)
     n_params = sum(p.numel() for p in model.parameters())
-    packed.release(model, torch.float32)
-    return model, {"params": n_params, "weights_bytes": packed.held_bytes(model, torch.float32)}
+    released = packed.release(model, torch.float32)
+    return released, {"params": n_params, "weights_bytes": packed.held_bytes(released, torch.float32)}
 
 
 def cache_bytes(config: ModelConfig, cache: str, n_tokens: int) -> int:

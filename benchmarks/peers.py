@@ -112,8 +112,8 @@ def held(config: ModelConfig, dtype: torch.dtype) -> tuple[RecurrentLM, dict[str
     """Ours with random weights, and what they are. In bf16 all of them are, and only the engine can read them."""
     model = checkpoint.build(config, CPU).init(0).eval().to(dtype)
     n_params = weights(model)["params"]
-    packed.release(model, torch.float32)
-    return model, {"params": n_params, "weight_bytes": packed.held_bytes(model, torch.float32)}
+    released = packed.release(model, torch.float32)
+    return released, {"params": n_params, "weight_bytes": packed.held_bytes(released, torch.float32)}
 
 
 def scripted(

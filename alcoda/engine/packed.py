@@ -233,8 +233,10 @@ def held_bytes(model: RecurrentLM, dtype: torch.dtype) -> int:
     """Bytes of the weights that an engine of the model holds: its own, and those laid out once more."""
     packed = served(model, dtype)
     models = (packed,) if isinstance(model, Released) else (model, packed)
-    own = {p.data_ptr(): p.numel() * p.element_size() for m in models for p in m.parameters()}
     laid_out = [m.laid_out for m in packed.modules() if isinstance(m, PackedLinear | PackedHead)]
+    biases = [m.bias for m in packed.modules() if isinstance(m, PackedLinear) and m.bias is not None]
+    held = [*biases, *(p for m in models for p in m.parameters())]
+    own = {p.data_ptr(): p.numel() * p.element_size() for p in held}
     return sum(own.values()) + sum(x.numel() * x.element_size() for x in laid_out)
 
 
