@@ -56,6 +56,16 @@ ERROR = {
 }
 
 
+NAMED = {"ge": "minimum", "le": "maximum"}
+"""What pydantic calls bounds of a number that is looked at before it is one, and what JSON Schema does."""
+
+
+def _named(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {NAMED.get(key, key): _named(value) for key, value in schema.items()}
+    return [_named(one) for one in schema] if isinstance(schema, list) else schema
+
+
 def documented(app: FastAPI, make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The schema of an app."""
     if app.openapi_schema is not None:
@@ -68,7 +78,7 @@ def documented(app: FastAPI, make: Callable[..., dict[str, Any]]) -> dict[str, A
         for method in methods.values():
             method["responses"] = _responses(path)
             if path in BODIES:
-                schema = BODIES[path].model_json_schema(ref_template=REF)
+                schema = _named(BODIES[path].model_json_schema(ref_template=REF))
                 schemas |= schema.pop("$defs", {})
                 schemas[BODIES[path].__name__] = schema
                 ref = {"$ref": REF.format(model=BODIES[path].__name__)}

@@ -100,7 +100,8 @@ class Catalogue:
             return self._fixed(None, loops)
         if named not in self.mean_loops:
             near = did_you_mean(named, [*self.mean_loops, NONE])
-            raise ApiError(400, f"exit: there is no tier {named!r}{near}", param="exit", code="unknown_tier")
+            rule = '; a rule is {"rule": "state", "threshold": 0.05}' if ":" in named else ""
+            raise ApiError(400, f"exit: there is no tier {named!r}{near}{rule}", param="exit", code="unknown_tier")
         if named not in self.calibrated:
             return self._fixed(named, loops)
         if isinstance(loops, int):
@@ -138,6 +139,9 @@ class Catalogue:
                 raise ApiError(400, why, param="exit.threshold")
             how |= {} if threshold is None else {"exit": f"{exit.rule}:{int(threshold)}"}
         else:
+            if threshold is None:
+                why = f"exit.threshold: {exit.rule} needs a number, or a list with one for each loop"
+                raise ApiError(400, why, param="exit.threshold")
             how["threshold"] = threshold
         return Depth(None, exit.rule if threshold is None else f"{exit.rule}:{threshold}", n_loops, how)
 

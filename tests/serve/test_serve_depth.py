@@ -29,7 +29,11 @@ ENGINE = Options(width=4, deterministic=True)
         ({"exit": {"rule": "kl", "threshold": [0, 1, 1, 1]}}, {"exit": "kl", "threshold": (0, 1, 1, 1)}, None),
         ({"exit": {"rule": "argmax_stable", "threshold": 1}}, {"exit": "argmax_stable:1"}, None),
         ({"exit": {"rule": "fixed", "threshold": 2}}, {"exit": "fixed:2"}, None),
-        ({"exit": {"rule": "state"}, "loops": 2}, {"exit": "state", "loops": 2}, None),
+        (
+            {"exit": {"rule": "state", "threshold": 0.6}, "loops": 2},
+            {"exit": "state", "threshold": 0.6, "loops": 2},
+            None,
+        ),
         ({"model": "tiny:fast", "loops": {"min": 3}}, {"exit": "fast", "min_loops": 3}, "fast"),
         ({"loops": {"min": 2, "max": 3}}, {"exit": "balanced", "min_loops": 2, "max_loops": 3}, "balanced"),
     ],

@@ -206,6 +206,21 @@ def test_the_schema_names_every_status(server: Server) -> None:
     names = {name.split('"')[0] for name in text.split("#/components/schemas/")[1:]}
     assert names <= set(schema["components"]["schemas"])
     assert "422" not in text
+    # Bounds are in the words of JSON Schema, those of whole numbers too.
+    fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
+    for name, bounds in (("logprobs", {"minimum": 0, "maximum": 20}), ("top_k", {"minimum": 1})):
+        (number,) = (one for one in fields[name]["anyOf"] if one["type"] == "integer")
+        assert {key: value for key, value in number.items() if key != "type"} == bounds
+    assert '"ge"' not in text and '"le"' not in text
+
+
+def test_a_rule_without_its_threshold(server: Server) -> None:
+    for exit, says in (
+        ({"rule": "state"}, "exit.threshold: state needs a number, or a list with one for each loop"),
+        ("state:0.05", 'a rule is {"rule": "state", "threshold": 0.05}'),
+    ):
+        answer = web.post(server.url + COMPLETIONS, json={"prompt": "What", "exit": exit}, timeout=WAIT_S)
+        assert says in refused(answer, 400)["message"]
 
 
 def test_a_text_that_cannot_fit_is_not_even_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
