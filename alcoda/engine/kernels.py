@@ -35,7 +35,7 @@ NAMES = {torch.bfloat16: "attend_bf16", torch.float32: "attend_f32", torch.float
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Within which it must do what torch does."""
 # Sums may be taken in the order that is fastest; infinities and NaN are what they are (-ffast-math drops them).
-FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+FLAGS = ("-x", "c", "-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 FLAGS += ("-fassociative-math", "-freciprocal-math")
 # OpenMP without its library: the calls find the one that torch has loaded, and so torch's threads.
 TRIED = (("-march=native", "-fopenmp"), ("-march=native",), ())
@@ -141,12 +141,15 @@ class RowAttention:
 @functools.cache
 def row_attention(dtype: torch.dtype) -> RowAttention | None:
     """The kernel; None where there is none for this type, or on this machine."""
-    if dtype not in NAMES or os.environ.get(SWITCH) == "off":
+    if dtype not in NAMES or os.environ.get(SWITCH, "").strip().lower() in ("off", "0", "no", "false"):
         return None
     for flags in TRIED:
-        library = _library(flags)
-        if library is not None:
-            call = getattr(library, NAMES[dtype])
+        try:
+            library = _library(flags)
+        except subprocess.TimeoutExpired:  # it would be as slow with other flags
+            return None
+        call = None if library is None else getattr(library, NAMES[dtype], None)
+        if call is not None:
             call.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 8 + [ctypes.c_double, ctypes.c_int]
             call.restype = None
             kernel = RowAttention(call, dtype)
@@ -174,31 +177,57 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         return None
-    command = [*shlex.split(compiler), *FLAGS, *flags]
-    told = hashlib.sha256("\n".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
     try:
+        command = [*shlex.split(compiler), *FLAGS, *flags]
+    except ValueError:  # quotes that do not end
+        return None
+    try:
+        told = hashlib.sha256("\n".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
         kept = cache_root() / "kernels" / f"attend_rows-{told}.so"
-        if not kept.exists():
+        if not _is_whole(kept):
             kept.parent.mkdir(parents=True, exist_ok=True)
             _compile(command, kept)
         return ctypes.CDLL(str(kept))
-    except (OSError, subprocess.SubprocessError):
+    except subprocess.TimeoutExpired:
+        raise
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a home that is not there
         pass
     try:  # a cache that cannot be written: compile for this process alone
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "attend_rows.so"
             _compile(command, made)
             return ctypes.CDLL(str(made))
+    except subprocess.TimeoutExpired:
+        raise
     except (OSError, subprocess.SubprocessError):
         return None
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether it is what was compiled: to load a part of it would end the process."""
+    try:
+        return _checksum(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except OSError:
+        return False
+
+
+def _checksum(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
 def _compile(command: list[str], to: Path) -> None:
-    part = to.with_name(f"{to.name}.{os.getpid()}.part")
+    handle, name = tempfile.mkstemp(".part", to.name, to.parent)
+    os.close(handle)
+    part = Path(name)
     try:
         done = [*command, str(SOURCE), "-o", str(part), "-lm"]
         subprocess.run(done, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S)
+        made = part.read_bytes()
+        if not made:
+            raise OSError(f"{command[0]} wrote nothing")
+        checksum = hashlib.sha256(made).hexdigest()
         os.replace(part, to)
+        _checksum(to).write_text(checksum)
     finally:
         part.unlink(missing_ok=True)
 

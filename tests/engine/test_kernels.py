@@ -140,7 +140,7 @@ def test_the_engine_says_the_same_with_and_without(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("anew")
-@pytest.mark.parametrize("compiler", ["false", "no-such-compiler -x"])
+@pytest.mark.parametrize("compiler", ["false", "true", "no-such-compiler -x", "cc 'unclosed"])
 def test_without_a_compiler_it_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     monkeypatch.setenv("ALCODA_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", compiler)
@@ -162,6 +162,35 @@ def test_it_is_compiled_once_and_can_be_switched_off(tmp_path: Path, monkeypatch
         assert len(list(tmp_path.rglob("*.so*"))) == 1
         monkeypatch.setattr(kernels, "_compile", lambda *_: pytest.fail("it was there"))
     assert row_attention(torch.float16) is None
+
+
+@there
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("n_bytes", [0, 100, 4096])
+def test_a_library_that_was_cut_off_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int
+) -> None:
+    monkeypatch.setenv("ALCODA_CACHE", str(tmp_path))
+    assert row_attention(torch.float32) is not None
+    (kept,) = tmp_path.rglob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # the one that is loaded stays as it is
+    kept.write_bytes(whole[:n_bytes])
+    row_attention.cache_clear()
+    kernels._library.cache_clear()
+    assert row_attention(torch.float32) is not None and len(kept.read_bytes()) == len(whole)
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_compiler_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALCODA_CACHE", str(tmp_path))
+    slow = tmp_path / "cc"
+    slow.write_text('#!/bin/sh\necho >> "$0.calls"\nexec sleep 5\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(kernels, "COMPILE_S", 0.2)
+    assert row_attention(torch.float32) is None
+    assert (tmp_path / "cc.calls").read_text() == "\n"
 
 
 @there

@@ -73,7 +73,8 @@ def test_memory_is_measured_in_a_process_of_its_own(headline: ModuleType) -> Non
     options = argparse.Namespace(tokens=8, prompt_tokens=3, set=SIZES)
     found = headline.measured_apart(options, "grt")
     assert set(found) == {"baseline_bytes", "weights_resident_bytes", "resident_bytes", "peak_bytes"}
-    assert found["baseline_bytes"] > 10e6 > found["resident_bytes"]
+    # What passes leave behind is at most as much as below; freed memory goes back to the system before each release.
+    assert found["baseline_bytes"] > 100e6 and found["resident_bytes"] < 24e6
 
 
 def test_weights_and_keys_are_found_in_what_a_process_holds(headline: ModuleType) -> None:
