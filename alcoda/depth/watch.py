@@ -88,6 +88,17 @@ class ExitTest:
         found.bounds = self.bounds._replace(min_loops=low, max_loops=high)
         return found
 
+    def known(self, row: int, position: int) -> int | None:
+        """After how many loops a token leaves, where no loop needs to be looked at for it; else None.
+
+        Args:
+            row, position: of the token, as `Where`.
+        """
+        return None
+
+    def _bounded(self, depth: int) -> int:
+        return min(max(depth, self.bounds.min_loops), self.bounds.max_loops)
+
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
         due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)
@@ -125,6 +136,9 @@ class FixedTest(ExitTest):
         super().__init__(model, bounds)
         self.loops = loops
 
+    def known(self, row: int, position: int) -> int:
+        return self._bounded(self.loops)
+
     def score(self, seen: Seen, kept: Kept) -> tuple[Tensor, Kept]:
         left = torch.as_tensor(self.loops - seen.loop, device=seen.h_ND.device)
         return left.float().expand(len(seen.h_ND)), kept
@@ -137,11 +151,15 @@ class TraceTest(ExitTest):
         if deepest > n_loops:
             raise UsageError(f"exit trace: it has depths up to {deepest}, and {n_loops} loops run; run {deepest}")
         self.depths_BT, self.coda_keys = trace.depths_BT.to(model.embed.weight.device), trace.coda_keys
+        self._depths_BT = trace.depths_BT.numpy(force=True)
 
     def of_rows(self, rows: Sequence[int]) -> ExitTest:
         depths_BT = torch.cat([self.depths_BT[row : row + 1] for row in rows])
         trace = Trace(depths_BT, self.n_loops, self.coda_keys or "at_exit")
         return TraceTest(self.model, self.bounds, trace)
+
+    def known(self, row: int, position: int) -> int:
+        return self._bounded(int(self._depths_BT[row, position]))
 
     def begin(self, h_ND: Tensor, where: Where) -> Kept:
         n_rows, n_tokens = (int(at.max()) + 1 if len(at) else 0 for at in where)

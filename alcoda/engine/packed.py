@@ -28,6 +28,9 @@ from alcoda.training.device import give_back_freed_memory, is_small
 
 ROWS = 8
 """Of a product that a layout is chosen for; it serves others."""
+HELD_TWICE = 64 * 2**20
+"""Bytes of a tied head, at most, that is laid out beside the embedding whose weights it has; a larger one is read as it
+stands there, in down to half the speed (docs/LOG.md)."""
 
 _SERVED: WeakKeyDictionary[RecurrentLM, tuple[Any, RecurrentLM]] = WeakKeyDictionary()
 
@@ -83,8 +86,7 @@ class PackedSwiGlu(nn.Module):
 
 
 class PlainHead(TiedHead):
-    """A head in bf16 of the weights as they are, which are not held twice: a matrix of so many outputs times a few
-    columns is as fast as if it were laid out. For inference."""
+    """A head in bf16 of the weights as they are, which are not held twice. For inference."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         super().__init__()
@@ -98,11 +100,11 @@ class PlainHead(TiedHead):
 
 
 class PackedHead(TiedHead):
-    """A tied head in fp32 of weights that are laid out. For inference."""
+    """A head of weights that are laid out. For inference."""
 
-    def __init__(self, weight_VD: Tensor) -> None:
+    def __init__(self, weight_VD: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.laid_out = lay_out(weight_VD, torch.float32)
+        self.laid_out = lay_out(weight_VD, dtype)
 
     def logits(self, y_BTD: Tensor, embed: nn.Embedding) -> Tensor:
         return product(y_BTD, self.laid_out, None)
@@ -211,18 +213,24 @@ def _laid_out(model: RecurrentLM, in_bf16: bool, keeps: bool) -> RecurrentLM:
                 give_back_freed_memory()  # laid out, weights seldom fit into the room of those before
         return done[module]
 
-    head: nn.Module | None = None
-    if in_bf16:
-        head = PlainHead(model.head_weight_VD)
-        if not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
-            _drop(model.head)
-            give_back_freed_memory()
-    elif type(model.head) is TiedHead and is_there():
-        head = PackedHead(model.head_weight_VD)
+    head = _head(model, in_bf16)
+    if in_bf16 and not keeps and type(model.head) is UntiedHead:  # first: it is the largest, and in fp32
+        _drop(model.head)
+        give_back_freed_memory()
     packed = _packed(model, part)
     if head is not None:
         packed.head = head
     return packed
+
+
+def _head(model: RecurrentLM, in_bf16: bool) -> nn.Module | None:
+    """The head that is served; None: its own, laid out as other maps are."""
+    weight_VD, is_tied = model.head_weight_VD, type(model.head) is TiedHead
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    fits = weight_VD.numel() * dtype.itemsize <= HELD_TWICE
+    if is_there() and (fits if is_tied else in_bf16):
+        return PackedHead(weight_VD, dtype)
+    return PlainHead(weight_VD) if in_bf16 else None
 
 
 def _drop(linear: nn.Module) -> None:

@@ -142,6 +142,7 @@ class Item:
         token: its id.
         row: of the runner's banks.
         loops: that it has run.
+        depth: those after which it leaves, where that is known before it has run them.
         left: whether it is out.
         parent: the token before it, of which it is only a draft; None: it is certain.
         child: the token after it, drawn from what it was after a few loops; not certain.
@@ -158,6 +159,7 @@ class Item:
     token: int
     row: int = -1
     loops: int = 0
+    depth: int | None = None
     left: bool = False
     parent: Item | None = None
     child: Item | None = None

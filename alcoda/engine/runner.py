@@ -148,7 +148,7 @@ class Runner:
     def begin(self, items: Sequence[Item]) -> None:
         """All before the first loop of some tokens; each is given a row."""
         for item in items:
-            item.row = self.free_rows.pop()
+            item.row, item.depth = self.free_rows.pop(), self._known_depth(item)
         rows = self._rows(items)
         with self.passes(), self.in_model:
             memory_BTD = self._memories(rows.items)
@@ -166,6 +166,12 @@ class Runner:
             index_N, text_N, token_N = self._numbers([index, *zip(*(_where(items[i]) for i in index), strict=True)])
             bank = self.kept.setdefault(test, Bank(self.state.n_rows))
             bank.put(rows_N[index_N], test.start(state.h_BTD[index_N, 0], Where(text_N, token_N)))
+
+    def _known_depth(self, item: Item) -> int | None:
+        completion, test = item.completion, item.completion.request.test
+        if test is None or (completion.coda_per_loop and CODA in self.arena.kv):
+            return None  # in the second case tokens after it read the coda's keys of each of its loops
+        return test.known(*_where(item))
 
     def loop(self, items: Sequence[Item]) -> list[bool]:
         """Run a loop of tokens at any loops; which of them leave. Those that do have their keys copied deeper."""
@@ -199,7 +205,7 @@ class Runner:
 
     def _leaves(self, items: Sequence[Item], before_ND: Tensor, after_ND: Tensor, rows: Rows) -> list[bool]:
         n = len(items)
-        leaves = [item.loops + 1 >= item.completion.n_loops for item in items]
+        leaves = [item.loops + 1 >= (item.depth or item.completion.n_loops) for item in items]
         told = rows.own(rows.ran_W), before_ND, after_ND
         for test, index in _by_test(items):
             group = [items[i] for i in index]
@@ -385,10 +391,10 @@ def _where(item: Item) -> tuple[int, int]:
 
 
 def _by_test(items: Sequence[Item]) -> list[tuple[ExitTest, list[int]]]:
-    """Which items each rule looks at; those without one left out."""
+    """Which items each rule looks at; left out are those without one, and those whose depth is known."""
     groups: dict[ExitTest, list[int]] = {}
     for i, item in enumerate(items):
         test = item.completion.request.test
-        if test is not None:
+        if test is not None and item.depth is None:
             groups.setdefault(test, []).append(i)
     return list(groups.items())

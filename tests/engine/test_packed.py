@@ -47,11 +47,18 @@ def off(logits_BTV: torch.Tensor, exact_BTV: torch.Tensor) -> float:
     return float((logits_BTV.double() - exact_BTV).norm() / exact_BTV.norm())
 
 
-@pytest.mark.parametrize("head", ["tied", "untied"])
-def test_what_is_served_is_as_exact_as_the_model(head: str) -> None:
+@pytest.mark.parametrize(("head", "most", "kind"), [
+    ("tied", packed.HELD_TWICE, packed.PackedHead),
+    ("tied", 0, packed.PlainHead),  # a large one, in a small test
+    ("untied", 0, packed.PackedHead),
+])  # fmt: skip
+def test_what_is_served_is_as_exact_as_the_model(
+    head: str, most: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "HELD_TWICE", most)
     model, ids_BT = in_bf16(head=head), torch.arange(24)[None]
     served = packed.served(model, torch.float32)
-    assert isinstance(served.head, packed.PlainHead)
+    assert type(served.head) is kind
     assert isinstance(served.core.at(0).layers[0].mlp, packed.PackedSwiGlu)
     with torch.no_grad():
         exact_BTV, plain_BTV, served_BTV = (one(ids_BT) for one in (in_bf16(head=head).double(), model, served))
@@ -69,7 +76,8 @@ def test_weights_that_change_are_laid_out_anew() -> None:
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_released_weights_are_held_once(head: str) -> None:
+def test_released_weights_are_held_once(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "HELD_TWICE", 0)
     model, other = in_bf16(head=head), in_bf16(head=head)
     whole, said = packed.held_bytes(model, torch.float32), tokens(model)
     released = packed.release(model, torch.float32)
@@ -88,9 +96,9 @@ def test_while_weights_are_released_no_more_than_a_part_of_a_block_is_there_twic
     dropped: list[int] = []
     lay_out = packed.lay_out
 
-    def watched(weight: Tensor) -> Tensor:
+    def watched(weight: Tensor, *dtype: torch.dtype) -> Tensor:
         dropped.append(sum(not m.weight.numel() for m in maps))
-        return lay_out(weight)
+        return lay_out(weight, *dtype)
 
     monkeypatch.setattr(packed, "lay_out", watched)
     packed.release(model, torch.float32)
