@@ -97,7 +97,7 @@ def bench_engine(
     if not concurrency or len(set(concurrency)) < len(concurrency):
         raise UsageError(f"concurrency {list(concurrency)}: one number or more, each once")
     n_rows, places = REQUESTS * max(concurrency), max(concurrency)
-    loaded = None
+    loaded = rule = None
     if run is None:
         model, what = _random(shape or SHAPE, settings, dtype, seed)
         # Weights in bf16 are multiplied as they are: nothing is cast on the way.
@@ -133,7 +133,8 @@ def bench_engine(
             width=width or max(Options.width, places), places=places, cache_tokens=places * (n_prompt + n_new)
         )
         engine = Engine(model, options, n_loops=n_loops, dtype=runs_in, n_vocab=n_vocab)
-        depths = record(engine, prompts, n_new, found.test)
+        rule = found.test
+        depths = record(engine, prompts, n_new, rule)
         if found.tier is not None and uniform is None:
             sufficient = Tiers.load(loaded.run.exits_json).tier(found.tier).uniform_loops
             uniform = sufficient if sufficient < n_loops else None
@@ -147,6 +148,7 @@ def bench_engine(
         n_loops,
         dtype=runs_in,
         draft_loops=draft_loops,
+        rule=rule,
         uniform=uniform,
         width=width,
         script=script,

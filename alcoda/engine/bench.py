@@ -13,7 +13,7 @@ from typing import Any
 from alcoda import progress
 from alcoda.engine.refusals import check_drafts
 from alcoda.engine.stats import flop_bound
-from alcoda.engine.workload import MODES, REQUESTS, UNIFORM, Mode, Timing, Work, timed, timed_in_turn
+from alcoda.engine.workload import MODES, REQUESTS, RULE, UNIFORM, Mode, Timing, Work, timed, timed_in_turn
 from alcoda.errors import UsageError
 from alcoda.training.device import describe, forget_peak_memory, peak_memory_bytes
 
@@ -184,7 +184,7 @@ def bench(
 
 def _modes(work: Work) -> tuple[list[Mode], list[str]]:
     """Those that the model has, and why it has not the others."""
-    modes, notes = list(MODES), []
+    modes, notes = [*MODES, *(RULE if work.rule is not None else ())], []
     try:
         check_drafts(work.model)
     except UsageError as error:

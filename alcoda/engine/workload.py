@@ -34,7 +34,7 @@ class Mode:
 
     Attributes:
         exits: what looks at tokens: none, kl (after every loop, and lets none leave: the harness of the papers, which
-            runs all loops and masks), or the trace.
+            runs all loops and masks), the trace, or the rule that the trace is a record of.
         refill: as of `Options`.
         drafts: whether the wavefront runs.
         same_as: the mode whose tokens it must give, where each launch is padded (`Options.deterministic`).
@@ -55,6 +55,8 @@ MODES = (
     Mode("wavefront", drafts=True, same_as="fixed"),
     Mode("refill_wavefront", exits="trace", drafts=True, same_as="refill"),
 )
+RULE = (Mode("rule", exits="rule"), Mode("rule_wavefront", exits="rule", drafts=True, same_as="rule"))
+"""With the rule at work in place of its record: what it costs to ask it is in their time."""
 UNIFORM = Mode("uniform")
 """All tokens at one smaller depth."""
 
@@ -123,6 +125,7 @@ class Work:
         n_loops: that fixed depth runs.
         dtype: of the passes.
         draft_loops: of the wavefront.
+        rule: that the trace is a record of; None: the modes of `RULE` are not run.
         uniform: loops of mode uniform; None: it is not run.
         width: tokens of a launch; None: 32, and the concurrency where that is more.
         script: None: tokens are the model's own.
@@ -136,6 +139,7 @@ class Work:
     n_loops: int
     dtype: torch.dtype = torch.float32
     draft_loops: int = 1
+    rule: ExitTest | None = None
     uniform: int | None = None
     width: int | None = None
     script: Script | None = None
@@ -182,6 +186,8 @@ class Work:
                 return None
             case "kl":
                 return Kl(threshold=0.0).build(self.model, self.n_loops)
+            case "rule":
+                return self.rule
         return TraceRule().build(self.model, self.n_loops, self.trace)
 
     def requests(self, mode: Mode, n: int, test: ExitTest | None) -> list[Request]:
