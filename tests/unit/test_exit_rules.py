@@ -194,6 +194,14 @@ def test_a_rule_that_looks_at_loops_knows_nothing_beforehand(kind: str) -> None:
     assert built(rules()[kind].model_validate({"kind": kind})).known(0, 0) is None
 
 
+@pytest.mark.parametrize("kind", sorted(set(rules()) - {"trace", "probe"}))
+@pytest.mark.parametrize("horizon", [0, 1])
+def test_a_rule_says_whether_it_keeps_anything(kind: str, horizon: int) -> None:
+    fields = {"horizon": horizon} if "horizon" in rules()[kind].model_fields else {}
+    test, h = built(rules()[kind].model_validate({"kind": kind} | fields)), torch.ones(1, 2, dtype=torch.float64)
+    assert test.keeps == bool(test.start(h, Where(torch.tensor([0]), torch.tensor([0]))))
+
+
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 STILL: list[list[float]] = [[1, 0]] * 5
