@@ -38,11 +38,25 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(AutoHTTPProtocol):
-    """Requests know how to end their connection (``state["cut"]``): a client that does not read holds all else."""
+    """Uvicorn's, with two things more. A request can end its connection (``state["cut"]``): ASGI has no word for a client
+    that does not read. And of requests that wait behind each other the one at work is told when the client has left;
+    uvicorn tells only the last."""
+
+    _at_work: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.app_state = {**self.app_state, "cut": transport.abort}  # pyrefly: ignore
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._at_work = cycle
+        super()._start_asgi_task(cycle, app)  # pyrefly: ignore
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._at_work is not None and not self._at_work.response_complete:
+            self._at_work.disconnected = True
+            self._at_work.message_event.set()
 
 
 class Server:

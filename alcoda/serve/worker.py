@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from alcoda.errors import UsageError
@@ -86,11 +86,10 @@ class Worker:
         else:
             state = "ready"
         assert self._loop is not None
-        try:
+        if self._gone.is_set() and self.service is not None:  # the server ended meanwhile, and found none to stop
+            self.service.background.stop(timeout_s=STOP_S)
+        with suppress(RuntimeError):  # its loop too
             self._loop.call_soon_threadsafe(self._opened, state)
-        except RuntimeError:  # the loop has ended: nobody waits for the model any more
-            if self.service is not None:
-                self.service.background.stop(timeout_s=STOP_S)
 
     def _make(self) -> None:
         lm = self._load()
