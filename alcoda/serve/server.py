@@ -38,9 +38,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(AutoHTTPProtocol):
-    """Uvicorn's, with two things more. A request can end its connection (``state["cut"]``): ASGI has no word for a client
-    that does not read. And of requests that wait behind each other the one at work is told when the client has left;
-    uvicorn tells only the last."""
+    """Uvicorn's, with two things more. A request can end its connection (``state["cut"]``): ASGI has no word for a
+    client that does not read. And of requests that wait behind each other the one at work is told when the client has
+    left; uvicorn tells only the last."""
 
     _at_work: Any = None
 
