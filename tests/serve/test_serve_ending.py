@@ -82,6 +82,13 @@ def end(made: Server, times: int = 1) -> float:
     return time.monotonic()
 
 
+def ended(made: Server) -> None:
+    """Wait until it has."""
+    assert made._thread is not None
+    made._thread.join(WAIT_S)
+    assert not made._thread.is_alive()
+
+
 def generated(made: Server, connection: socket.socket) -> None:
     """Wait until the engine has ended all of the one answer, whose first byte is read."""
     assert connection.recv(1)
@@ -153,8 +160,8 @@ def test_who_does_not_read_does_not_hold_the_end(lm: LM, how: str, quiet: pytest
         generated(made, connection)
         assert made.worker.n_requests == 1, "it is not sent"
         began_s = end(made, 1 if how == "limit" else 2)
-        assert made._thread is not None and made.worker.service is not None
-        made._thread.join(WAIT_S)
+        ended(made)
+        assert made.worker.service is not None
         assert LET_GO_S < time.monotonic() - began_s < LET_GO_S + SLACK_S
         assert not made.worker.service.background.is_alive, "the worker is closed"
         assert b"[DONE]" not in read(connection)
@@ -167,8 +174,7 @@ def test_a_whole_answer_that_is_not_read_does_not_hold_the_end(lm: LM, quiet: py
         generated(made, connection)
         until(lambda: made.worker.n_requests == 0, "it is written")
         began_s = end(made)
-        assert made._thread is not None
-        made._thread.join(WAIT_S)
+        ended(made)
         assert LET_GO_S < time.monotonic() - began_s < LET_GO_S + SLACK_S, "it could be read until then"
 
 
@@ -196,13 +202,19 @@ def test_who_leaves_while_another_request_waits_behind(lm: LM) -> None:
         assert metric(made, 'alcoda_completions_total{finish="cancelled"}') == 2
 
 
-def test_a_prompt_that_is_scored_does_not_hold_the_deadline(lm: LM) -> None:
+def test_a_prompt_that_is_scored_does_not_hold_the_deadline(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes, begins = threading.Event(), threading.Event()
+
+    def score(*_: Any) -> None:
+        begins.set()
+        goes.wait(WAIT_S)
+
+    monkeypatch.setattr("alcoda.serve.scoring.score_prompt", score)
     with serving(lm) as made:
-        assert made.worker.service is not None
-        goes = threading.Event()
-        made.worker.service.background.call(lambda: goes.wait(WAIT_S))
-        body = {"prompt": "What", "max_tokens": 0, "echo": True, "logprobs": 1, "timeout": 0.1}
+        body = {"prompt": "What", "max_tokens": 0, "echo": True, "logprobs": 1, "timeout": 0.5}
+        began_s = time.monotonic()
         found = web.post(made.url + "/v1/completions", json=body, timeout=WAIT_S)
+        assert begins.is_set() and time.monotonic() - began_s < SLACK_S
         goes.set()
         assert found.status_code == 408 and found.json()["error"]["code"] == "deadline_exceeded"
 
@@ -232,8 +244,8 @@ def test_an_engine_that_is_stuck_does_not_hold_the_end(
             until(lambda: made.worker.n_open == 1, "it is let in")
             began_s = end(made)
             assert b'"cancelled"' in read(connection)
-        assert made._thread is not None and made.worker.service is not None
-        made._thread.join(WAIT_S)
+        ended(made)
+        assert made.worker.service is not None
         assert time.monotonic() - began_s < SLACK_S
         assert made.worker.service.background.is_alive
         held.goes.set()
