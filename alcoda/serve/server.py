@@ -48,7 +48,7 @@ class _Protocol(AutoHTTPProtocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "cut": transport.abort}  # pyrefly: ignore
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:  # not in uvicorn 0.36: there it is as it was
         self._at_work = cycle
         super()._start_asgi_task(cycle, app)  # pyrefly: ignore
 
