@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -111,3 +112,5 @@ def serve(
             say(f"no tiers: {note}")
 
     server.run(ready)
+    for number in (signal.SIGTERM, signal.SIGINT):  # it has ended as it was asked to: once more changes nothing
+        signal.signal(number, signal.SIG_IGN)

@@ -47,8 +47,7 @@ def make_app(worker: Worker) -> FastAPI:
         Gate,
         keys=settings.keys(),
         open_metrics=settings.open_metrics,
-        max_body_bytes=settings.max_body_bytes,
-        metrics=worker.metrics,
+        worker=worker,
     )
     app = FastAPI(
         title="alcoda",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -11,10 +10,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alcoda.serve.errors import ApiError
-from alcoda.serve.metrics import Metrics
+from alcoda.serve.worker import Worker
 
 BODY_S = 30.0
-"""In which a body is to come."""
+"""In which a body is to come, where the deadline of requests is no shorter."""
 LINGER = 8
 """Times the largest body are read and thrown away before one that is larger is refused: who still writes when the
 connection closes never reads why."""
@@ -38,7 +37,7 @@ class Gate:
     Args:
         keys: that are let in, with the tier of each; none: everybody is.
         open_metrics: whether /metrics needs none.
-        max_body_bytes: of a request.
+        worker: which knows whether the server ends.
     """
 
     def __init__(
@@ -46,10 +45,10 @@ class Gate:
         app: ASGIApp,
         keys: Mapping[str, str | None],
         open_metrics: bool,
-        max_body_bytes: int,
-        metrics: Metrics,
+        worker: Worker,
     ) -> None:
-        self.app, self.max_body_bytes, self.metrics = app, max_body_bytes, metrics
+        self.app, self.worker = app, worker
+        self.max_body_bytes = worker.settings.max_body_bytes
         self.keys = [(_digest(key), tier) for key, tier in keys.items()]
         self.open = {*OPEN, *(["/metrics"] if open_metrics else [])}
 
@@ -68,11 +67,12 @@ class Gate:
         try:
             scope.setdefault("state", {})["tier"] = self._tier(scope)
             receive = await self._bounded(scope, receive)
-            await self.app(scope, receive, counted)
+            with self.worker.request():
+                await self.app(scope, receive, counted)
         except ApiError as error:
             await error.response()(scope, receive, counted)
         finally:
-            self.metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
+            self.worker.metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
 
     def _tier(self, scope: Scope) -> str | None:
         """The default tier of a request's key; ApiError (401) where it has none that is known."""
@@ -96,17 +96,19 @@ class Gate:
         return found[0]
 
     async def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """The whole body, read before the app runs; ApiError (413) where it is too long."""
+        """The whole body, read before the app runs; ApiError where it is too long (413) or late (408), or where the
+        server ends before it is there (503)."""
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
         parts: list[bytes] = []
         size, most = 0, self.max_body_bytes
+        limit_s = min(BODY_S, self.worker.settings.deadline_s or BODY_S)
         length = dict(scope["headers"]).get(b"content-length", b"")
         said = int(length[:20]) if length.isdigit() else 0
         if said > LINGER * most:
             raise self._too_large()
         try:
-            async with asyncio.timeout(BODY_S):
+            async with self.worker.body(limit_s):
                 while size <= LINGER * most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -119,7 +121,8 @@ class Gate:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            why = f"the body did not come within {BODY_S:g} s"
+            self.worker.check_not_ending()
+            why = f"the body did not come within {limit_s:g} s"
             raise ApiError(408, why, code="body_timeout", headers={"Connection": "close"}) from None
         if size > most:
             raise self._too_large()

@@ -95,7 +95,7 @@ class Settings(Config):
         max_n: completions of a prompt.
         max_prompts: of a request.
         deadline_s: of a request, queue included; null: none.
-        drain_s: how long requests may go on after the first signal to end.
+        drain_s: how long requests may go on, and their answers be read, after the first signal to end.
         stall_s: of an engine with work that does not go on: then the server is not ready.
         audit: the share of finished requests that are rerun at full depth.
         loops: that a request may ask for; null: the model's own.

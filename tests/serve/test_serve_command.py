@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,15 +51,50 @@ def test_a_process_from_its_start_to_its_end() -> None:
         assert process.wait(60) == 0
 
 
-@pytest.mark.slow
-def test_two_signals_end_it_at_once() -> None:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it said on stderr."""
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    "first", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
+def test_two_signals_end_it_at_once(first: signal.Signals) -> None:
     with started("--drain", "600") as (process, told):
-        body = {"prompt": "Once", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
+        body = {"prompt": ["Once"] * 16, "n": 8, "max_tokens": 120, "ignore_eos": True, "stream": True}
         with web.stream("POST", told["url"] + "/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # where none holds it, the connection is closed
+            assert "data: " in next(lines)
+            process.send_signal(first)
+            while web.get(told["url"] + "/ready").status_code == 200:
+                pass
+            began_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            assert ended(process) == (0, "requests that had not ended and are given up: 1\n")
+            assert time.monotonic() - began_s < 20, "the 600 s are not waited for"
+
+
+def test_signals_while_it_ends_change_nothing() -> None:
+    with started() as (process, _):
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert ended(process) == (0, "")
+
+
+def test_a_signal_while_the_model_loads() -> None:
+    command = [sys.executable, "-m", "alcoda", "serve", "mini", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        assert "loading mini" in process.stderr.readline()
+        time.sleep(0.1)  # it may still have to begin to watch for signals: then they end it by 130
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def refused(*arguments: str) -> UsageError | RunError:
