@@ -8,9 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+def _no_default(schema: dict[str, Any]) -> None:
+    del schema["default"]
+
+
 def _may() -> Any:
-    """A field that is not always there."""
-    return Field(default=None, json_schema_extra=lambda schema: schema.pop("default"))
+    """A field that is not always there, and is not null where it is."""
+    return Field(default=None, json_schema_extra=_no_default)
 
 
 class Sent(BaseModel):
