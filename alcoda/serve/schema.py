@@ -115,17 +115,24 @@ def _responses(path: str, verb: str, has_key: bool) -> dict[str, Any]:
     if path == "/metrics":
         done = {"text/plain": {"schema": {"type": "string"}}}
     if path in CHUNKS:
-        text = f"With stream: events, each `data: ` and a {CHUNKS[path].__name__} (or an Error, which is the last)"
-        done[EVENTS] = {
-            "schema": {"type": "string", "description": f"{text}; `data: [DONE]` at the end."},
-            "x-event": {"oneOf": [_ref(CHUNKS[path]), _ref(objects.Error)]},
-        }
+        done[EVENTS] = {"schema": _event(CHUNKS[path])}
     found = {"200": _response("Done.", done, verb)}
     for status in OF_PATH[path]:
         if status != 401 or has_key:
             text = STOPPED if (path, status) == ("/health", 503) else MEANINGS[status]
             found[str(status)] = _response(text, {JSON: {"schema": _ref(objects.Error)}}, verb, HEADERS.get(status))
     return found
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One event of a stream: before OpenAPI 3.2 the schema of a stream is that of each."""
+    found = {"contentMediaType": JSON, "contentSchema": {"anyOf": [_ref(chunk), _ref(objects.Error)]}}
+    return {
+        "description": "With stream: server-sent events. An Error is the last one; else [DONE] is.",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, found]}},
+    }
 
 
 def _response(

@@ -46,7 +46,9 @@ def check(document: dict[str, Any], path: str, value: Any, is_chunk: bool = Fals
     (CHUNKS if is_chunk else ANSWERS)[path].model_validate_json(json.dumps(value))
     operation = document["paths"][path]
     content = (operation.get("get") or operation["post"])["responses"]["200"]["content"]
-    schema = content["text/event-stream"]["x-event"] if is_chunk else content["application/json"]["schema"]
+    schema = content["text/event-stream" if is_chunk else "application/json"]["schema"]
+    if is_chunk:
+        schema = schema["properties"]["data"]["anyOf"][1]["contentSchema"]
     if find_spec("jsonschema") is not None:
         import jsonschema
 
