@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alcoda.serve.errors import ApiError
+from alcoda.serve.origin import Origins
 from alcoda.serve.worker import Worker
 
 BODY_S = 30.0
@@ -38,6 +39,7 @@ class Gate:
         keys: that are let in, with the tier of each; none: everybody is.
         open_metrics: whether /metrics needs none.
         worker: which knows whether the server ends.
+        origins: which pages may ask.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Gate:
         keys: Mapping[str, str | None],
         open_metrics: bool,
         worker: Worker,
+        origins: Origins,
     ) -> None:
-        self.app, self.worker = app, worker
+        self.app, self.worker, self.origins = app, worker, origins
         self.max_body_bytes = worker.settings.max_body_bytes
         self.keys = [(_digest(key), tier) for key, tier in keys.items()]
-        self.open = {*OPEN, *(["/metrics"] if open_metrics else [])}
+        self.needs_key = needs_key(keys, open_metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,6 +68,7 @@ class Gate:
             await send(message)
 
         try:
+            self.origins.check(dict(scope["headers"]))
             scope.setdefault("state", {})["tier"] = self._tier(scope)
             receive = await self._bounded(scope, receive)
             with self.worker.request():
@@ -76,9 +80,7 @@ class Gate:
 
     def _tier(self, scope: Scope) -> str | None:
         """The default tier of a request's key; ApiError (401) where it has none that is known."""
-        path = scope["path"]
-        is_open = path in self.open or (path.startswith("/page/") and not path.endswith(".json"))
-        if not self.keys or is_open:
+        if not self.needs_key(scope["path"]):
             return None
         sent = _digest(_key(scope))
         found: list[str | None] = []
@@ -144,6 +146,12 @@ class Gate:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+def needs_key(keys: Collection[str], open_metrics: bool) -> Callable[[str], bool]:
+    """Whether a path is answered to those only who have one of some keys; arguments as of `Gate`."""
+    free = {*OPEN, *(["/metrics"] if open_metrics else [])}
+    return lambda path: bool(keys) and path not in free and (not path.startswith("/page/") or path.endswith(".json"))
 
 
 def _digest(key: str) -> bytes:

@@ -11,15 +11,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign import OURO, ouro_weights, write_folder
 from serving import web
 from typer.testing import CliRunner
 
+import alcoda
 from alcoda.cli import app
 from alcoda.errors import RunError, UsageError
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -122,10 +127,54 @@ def test_a_port_that_is_taken() -> None:
         (("mini", "--api-key", "a b"), "api_keys"),
         (("mini", "--cache", "none"), "cache"),
         (("mini", "--checkpoint", "step_1"), "step_1"),
+        (("mini", "--width", "100000000"), "width=100,000,000: launches of so many tokens take"),
+        (("mini", "--cache-tokens", "100000000000"), "cache_tokens=100,000,000,000: keys of so many tokens take"),
+        (("mini", "--allow-origin", "a.example"), "allow_origins"),
     ],
 )
 def test_what_cannot_be_served(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in str(refused(*arguments, "--port", "0"))
+
+
+def test_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before weights are read, with what is missing and where it goes."""
+    folder = write_folder(tmp_path / "theirs", OURO, ouro_weights())
+    imported = alcoda.import_model(folder, tmp_path / "run").path
+    monkeypatch.setattr("alcoda.engine.llm.load", lambda *_, **how: pytest.fail("weights were read"))
+    for path in (folder, imported):
+        said = str(refused(str(path), "--port", "0"))
+        assert said.startswith(f"{path} has no tokenizer") and "tokenizer.json beside its weights" in said
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="has no tokenizer"), alcoda.server(alcoda.load(folder), port=0):
+        pass
+
+
+def test_a_folder_of_another_project_is_served(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "theirs", OURO, ouro_weights(), tokenizer=True)
+    with alcoda.server(folder, port=0, engine={"width": 2}) as made:
+        body = {"prompt": "a", "max_tokens": 2}
+        assert web.post(made.url + "/v1/completions", json=body, timeout=60).json()["model"] == "theirs"
+
+
+def test_help_says_what_is_served() -> None:
+    said = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output.split())
+    for word in ("run folder", "another project", "GGUF", "tokenizer.json", "comes with alcoda"):
+        assert word in said
+
+
+def test_what_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on no index: what pip has not installed is installed out of its checkout."""
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for name in [name for name in sys.modules if name in ("alcoda.serving", "alcoda.serve.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(alcoda, "serving", raising=False)
+
+    def none(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    for found, says in ((lambda name: None, "pip install 'alcoda[serve]'"), (none, f"pip install -e '{ROOT}[serve]'")):
+        monkeypatch.setattr(metadata, "distribution", found)
+        assert says in str(refused("mini"))
 
 
 def test_everybody_elsewhere_is_a_warning() -> None:
