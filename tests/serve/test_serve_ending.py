@@ -35,7 +35,8 @@ SLACK_S = 10.0
 
 
 def head(length: int) -> bytes:
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    said = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    return f"POST /v1/completions HTTP/1.1\r\n{said}".encode()
 
 
 def post(body: dict[str, Any]) -> bytes:
@@ -127,7 +128,7 @@ def test_a_body_meets_the_deadline(lm: LM) -> None:
     assert said.startswith(b"HTTP/1.1 408") and b"body_timeout" in said and b"0.1 s" in said
 
 
-@pytest.mark.parametrize("behind", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("behind", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_who_does_not_read_is_let_go_at_the_deadline(
     lm: LM, behind: bytes, quiet: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +195,7 @@ def test_who_leaves_while_another_request_waits_behind(lm: LM) -> None:
     """Uvicorn tells the last request of a connection that its client has left, and not the one at work."""
     with serving(lm) as made, Held(made) as held:
         with connected(made) as connection:
-            connection.sendall(post(MUCH) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(post(MUCH) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: made.worker.n_open == 2, "it is let in")
         until(lambda: made.worker.n_requests == 0, "nobody waits for it")
         held.goes.set()
@@ -227,7 +228,7 @@ def test_requests_that_ask_again_do_not_hold_the_end(lm: LM) -> None:
         end(made)
         until(lambda: made.worker.state == "draining", "it drains")
         with connected(made) as other:
-            other.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 200)  # which is not read
+            other.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)  # which is not read
             other.recv(1)
             held.goes.set()
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
