@@ -155,7 +155,8 @@ def find_layout(folder: Path, config: dict[str, Any], layouts: Sequence[Layout])
     kind, named = config.get("model_type"), config.get("architectures") or []
     if not isinstance(kind, str | None) or not isinstance(named, list):
         raise UsageError(
-            f"{_said(folder)}: model_type is {kind!r} and architectures {named!r}: a name and a list of names are needed"
+            f"{_said(folder)}: model_type is {kind!r} and architectures {named!r}: a name and a list of names are "
+            "needed"
         )
     found = next((layout for layout in layouts if layout.recognises(config)), None)
     if found is None:
@@ -217,15 +218,16 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
-    """RunError where a tensor holds what is no number, or one that bf16 and fp32 cannot say. One pass, no copy of it."""
+    """RunError where a tensor holds what is no number, or one that bf16 cannot say. One pass over it, no copy."""
     low, high = (float(x) for x in torch.aminmax(tensor))  # NaN where one is
-    if -LARGEST <= low and high <= LARGEST:
+    if low >= -LARGEST and high <= LARGEST:
         return
     n_nan = int(tensor.isnan().sum())
     n_large = int((tensor.to(torch.promote_types(tensor.dtype, torch.float32)).abs() > LARGEST).sum())
     raise RunError(
-        f"the weights in {folder}: of the {tensor.numel():,} numbers of {name} {n_nan:,} are NaN and {n_large:,} infinite "
-        "or too large for float32. Such a model predicts nothing: copy the folder again, or take an earlier checkpoint"
+        f"the weights in {folder}: of the {tensor.numel():,} numbers of {name} {n_nan:,} are NaN and {n_large:,} "
+        "infinite or too large for float32. Such a model predicts nothing: copy the folder again, or take an earlier "
+        "checkpoint"
     )
 
 
