@@ -218,7 +218,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
-    """RunError where a tensor holds what is no number, or one that bf16 cannot say. One pass over it, no copy."""
+    """RunError where a tensor holds what is no number, or one too large for bf16. One pass over it, no copy."""
     low, high = (float(x) for x in torch.aminmax(tensor))  # NaN where one is
     if low >= -LARGEST and high <= LARGEST:
         return
