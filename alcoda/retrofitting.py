@@ -82,8 +82,8 @@ class Losses:
         if self.max_tokens is None or self.split_tokens >= self.max_tokens:
             return None
         return (
-            f"the valid split of {self.data} has {self.split_tokens:,} tokens, fewer than the {self.max_tokens:,} asked "
-            "for (--tokens): all of it was scored; give more text for narrower intervals"
+            f"the valid split of {self.data} has {self.split_tokens:,} tokens, fewer than the {self.max_tokens:,} "
+            "asked for (--tokens): all of it was scored; give more text for narrower intervals"
         )
 
     def rows(self) -> list[list[str]]:
