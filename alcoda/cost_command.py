@@ -84,16 +84,21 @@ def cost(
         step = None
         if ranks is not None:
             step = api.footprint(recipe, ranks, parallel, peak_tflops, utilisation, bandwidth_gbps)
-        found.append((named(str(path), settings or (), overlays or ()), api.cost(recipe, loops), step))
+        found.append((str(path), api.cost(recipe, loops), step))
     if as_json:
         lines = [
-            {"recipe": name, **one.to_json(), **({"footprint": step.to_json()} if step else {})}
+            {
+                "recipe": name,
+                "what": named(name, settings or (), overlays or ()),
+                **one.to_json(),
+                **({"footprint": step.to_json()} if step else {}),
+            }
             for name, one, step in found
         ]
         print_json(lines[0] if len(lines) == 1 else lines)
         return
     for name, one, step in found:
-        print_ledger(name, one)
+        print_ledger(named(name, settings or (), overlays or ()), one)
         if step is not None:
             print_footprint(step)
     print(f"convention: {found[0][1].convention}")
