@@ -44,8 +44,6 @@ def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_names_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (listed,) = re.findall(r"-e '\.\[report\]'`; further extras\nare (.*?)\.\n", README, re.S)
-        r"pip install -c constraints.txt -e '\.\[report\]'`; further extras\nare (.*?)\.\n", README, re.S
-    )
     assert {"report", *re.findall(r"`(\w+)`", listed)} == set(extras)
 
 
