@@ -47,13 +47,14 @@ from alcoda.serve.load.score import LoadResult
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
-from alcoda.training.device import DTYPES
+from alcoda.training.device import DTYPES, decode_dtype, pick_device, pick_dtype
+from alcoda.training.folders import find_recipe
 from alcoda.training.footprint import Footprint, footprint
 from alcoda.training.load import LoadedRun, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
 from alcoda.training.match import MatchResult, match
 from alcoda.training.pack import Packed, pack
-from alcoda.training.recipe import Recipe, load_recipe
+from alcoda.training.recipe import Recipe, load_recipe, named
 from alcoda.training.run import RunFolder, shipped
 
 __all__ = [
@@ -146,7 +147,7 @@ def capacity(
     memory_bytes: int,
     loops: int | None = None,
     lengths: Sequence[int] = (),
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     settings: Sequence[str] = (),
     overlays: Sequence[str | Path] = (),
 ) -> CapacityResult:
@@ -156,19 +157,36 @@ def capacity(
         model: a run, a recipe (or its name), or a bare model.
         loops: that a token may run; ``n_loops`` where None.
         lengths: tokens of a request, prompt and new ones; the whole context where empty.
-        dtype: of weights and cache, bfloat16 or float32.
+        dtype: of weights and cache: bfloat16, float32, or auto: what the engine decodes in on this machine.
         settings, overlays: of a recipe that is named, as of `load_recipe`.
+
+    Raises:
+        UsageError: no such run or recipe; and as `alcoda.engine.capacity.capacity`.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
+    if dtype not in (allowed := ("auto", *DTYPES)):
+        raise UsageError(f"dtype {dtype!r}{did_you_mean(dtype, allowed)}")
+    what = named(str(model) if isinstance(model, str | Path) else "model", settings, overlays)
     if isinstance(model, str | Path):
         is_run = Path(model).is_dir() or str(model) in shipped()
-        file = RunFolder.find(model).recipe_yaml if is_run else model
+        try:
+            file = RunFolder.find(model).recipe_yaml if is_run else find_recipe(model)
+        except UsageError as error:
+            neither = (
+                f"{model} is neither a run (a folder that alcoda train, pack or import wrote) nor a recipe: {error}"
+            )
+            raise error if is_run else UsageError(neither) from None
         model = load_recipe(file, settings, overlays)
-    elif isinstance(model, LM):
-        model = model.recipe
+    if isinstance(model, LM):
+        decodes_in = model.loaded.decode_dtype if dtype == "auto" else DTYPES[dtype]
+        return _capacity(
+            model.recipe.model, memory_bytes, loops, lengths, decodes_in, model.loaded.run.path.resolve().name
+        )
     config = model.model if isinstance(model, Recipe) else model
-    return _capacity(config, memory_bytes, loops, lengths, DTYPES[dtype])
+    if isinstance(model, Recipe) and dtype == "auto" and model.train.dtype == "float32":
+        dtype = "float32"
+    on = pick_device()
+    decodes_in = decode_dtype(dtype, pick_dtype(dtype, on), on, config)
+    return _capacity(config, memory_bytes, loops, lengths, decodes_in, what)
 
 
 def export(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from alcoda.depth.record import Trace
-from alcoda.depth.tiers import Tiers
+from alcoda.depth.tiers import Tiers, command
 from alcoda.engine.bench import BenchResult, bench
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.llm import LM, load
@@ -20,7 +20,8 @@ from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training.device import pick_device, pick_dtype
 from alcoda.training.folders import project_recipes
-from alcoda.training.recipe import load_recipe
+from alcoda.training.recipe import load_recipe, named
+from alcoda.training.run import RunFolder
 
 CONCURRENCY = (1, 8, 32)
 ROUNDS = 3
@@ -127,6 +128,8 @@ def bench_engine(
         depths = spread_depths(n_rows, n_prompt + n_new, n_loops, mean, seed)
         told = f"drawn, of mean {mean:g}"
     else:
+        if exit is None:
+            _check_tiers(loaded.run)
         found = loaded.exit(exit or EXIT, loops)
         n_loops, told = found.test.n_loops, f"of exit {exit or EXIT}"
         options = Options(
@@ -179,6 +182,18 @@ def _check(
         raise UsageError(f"acceptance={acceptance:g}: a share, from 0 to 1")
 
 
+def _check_tiers(run: RunFolder) -> None:
+    """UsageError where no depths are named, and the run has none of the tier that is taken then."""
+    tiers = [tier.name for tier in Tiers.load(run.exits_json).tiers] if run.exits_json.is_file() else []
+    if EXIT not in tiers:
+        have = f"has the tiers {', '.join(tiers)} alone" if tiers else "has none"
+        raise UsageError(
+            f"bench engine replays the depths of the calibrated tier {EXIT!r} where nothing is named, and {run.path} "
+            f"{have}: {command(run.exits_json)} makes them; or name depths: --exit state:0.1 (a rule or a tier), "
+            "--mean-depth 4, --trace FILE"
+        )
+
+
 def _lengths(config: ModelConfig, prompt_tokens: int | None, tokens: int | None) -> tuple[int, int]:
     """Tokens of a prompt, and new ones."""
     half = min(TOKENS, config.seq_len // 2)
@@ -199,7 +214,7 @@ def _random(shape: str | ModelConfig, settings: Sequence[str], dtype: str, seed:
     else:
         own = project_recipes() / "engine" / f"{shape}.yaml"
         recipe = load_recipe(own if own.exists() else shape, settings)
-        config, what = recipe.model, recipe.name
+        config, what = recipe.model, named(recipe.name, settings)
     device = pick_device()
     model = RecurrentLM(config).init(seed).eval().to(device)
     return (model.bfloat16() if pick_dtype(dtype, device) == torch.bfloat16 else model), what

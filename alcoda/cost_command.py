@@ -61,6 +61,7 @@ def cost(
     """The ledger: parameters, FLOPs and cache bytes a token, by named term. --match: equal cost of two recipes.
     --ranks: the memory, communication and time of a train step."""
     from alcoda import api
+    from alcoda.training.recipe import named
 
     files = [path / "recipe.yaml" if path.is_dir() else path for path in recipes]
     if ranks is None and (parallel is not None or utilisation != 0.4 or peak_tflops or bandwidth_gbps):
@@ -86,13 +87,18 @@ def cost(
         found.append((str(path), api.cost(recipe, loops), step))
     if as_json:
         lines = [
-            {"recipe": name, **one.to_json(), **({"footprint": step.to_json()} if step else {})}
+            {
+                "recipe": name,
+                "what": named(name, settings or (), overlays or ()),
+                **one.to_json(),
+                **({"footprint": step.to_json()} if step else {}),
+            }
             for name, one, step in found
         ]
         print_json(lines[0] if len(lines) == 1 else lines)
         return
     for name, one, step in found:
-        print_ledger(name, one)
+        print_ledger(named(name, settings or (), overlays or ()), one)
         if step is not None:
             print_footprint(step)
     print(f"convention: {found[0][1].convention}")
@@ -108,7 +114,12 @@ def capacity(
         str,
         typer.Option(help="Of a request, prompt and new ones: 256,1024. Default: the context.", metavar="NUMBERS"),
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of weights and cache: bfloat16, float32, or auto: what the engine decodes in on this machine."
+        ),
+    ] = "auto",
     plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,14 @@ def harness(
             metavar="TASKS",
         ),
     ] = "",
-    loops: Annotated[str, typer.Option(help="Depths, all from one pass: 4,8. Default: the model's n_loops.")] = "",
+    loops: Annotated[
+        str,
+        typer.Option(
+            help="Depths, all from one pass: 4,8; beyond n_loops too, where loops share their weights. Default: the "
+            "model's n_loops.",
+            metavar="NUMBERS",
+        ),
+    ] = "",
     leave: Annotated[
         list[str] | None,
         typer.Option(

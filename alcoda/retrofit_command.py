@@ -89,6 +89,7 @@ def healed(run: Run, plugin: Plugin = None, as_json: Json = False) -> None:
 
 
 def _show(losses: Losses) -> None:
-    of = "all of it" if losses.tokens is None else f"{losses.tokens:,} tokens"
-    print(f"{losses.data}, valid split ({of}), rows of {losses.seq_len}")
+    print(f"{losses.data}, valid split ({losses.tokens:,} tokens scored), rows of {losses.seq_len}")
     print_table(["model, loops", "nats/token", "bits/byte"], losses.rows())
+    if losses.note is not None:
+        say(losses.note)

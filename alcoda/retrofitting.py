@@ -12,7 +12,7 @@ import yaml
 from alcoda.config import validate
 from alcoda.data.prepare import prepare
 from alcoda.data.tokenizer import Tokenizer
-from alcoda.errors import UsageError
+from alcoda.errors import RunError, UsageError
 from alcoda.files import read_json, whole_folder, write_json, write_text
 from alcoda.interop.retrofit import (
     Identity,
@@ -27,7 +27,8 @@ from alcoda.interop.retrofit import (
     without,
 )
 from alcoda.interop.source import Source, open_source
-from alcoda.measure.evaluate import DepthScore, evaluate
+from alcoda.measure.evaluate import DepthScore, EvalResult, evaluate
+from alcoda.measure.text import streams_of
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.training import checkpoint
@@ -58,17 +59,32 @@ class Losses:
     """What source and retrofit lose on one text, and what the healed one does.
 
     Attributes:
-        data: the corpus; ``seq_len`` and ``tokens``: how it was read.
+        data: the corpus, whose valid split is read in rows of ``seq_len``.
+        max_tokens: of the split that were asked for; None: all.
+        split_tokens: that the split has.
+        tokens: that were scored: of what was read, all but the first, and but end-of-text.
         source: of the dense model, whole.
         retrofit, healed: by loops; ``healed`` is empty before.
     """
 
     data: str
     seq_len: int
-    tokens: int | None
+    max_tokens: int | None
+    split_tokens: int
+    tokens: int
     source: Loss
     retrofit: Mapping[int, Loss]
     healed: Mapping[int, Loss]
+
+    @property
+    def note(self) -> str | None:
+        """What the reader should know of the numbers."""
+        if self.max_tokens is None or self.split_tokens >= self.max_tokens:
+            return None
+        return (
+            f"the valid split of {self.data} has {self.split_tokens:,} tokens, fewer than the {self.max_tokens:,} "
+            "asked for (--tokens): all of it was scored; give more text for narrower intervals"
+        )
 
     def rows(self) -> list[list[str]]:
         """For a table: loops, then nats a token and bits a byte of retrofit and healed; the source first."""
@@ -84,7 +100,8 @@ class Losses:
     def from_json(data: Mapping[str, Any]) -> Losses:
         retrofit, healed = ({int(n): Loss(**x) for n, x in data[name].items()} for name in ("retrofit", "healed"))
         source = Loss(**data["source"])
-        return Losses(data["data"], data["seq_len"], data["tokens"], source, retrofit, healed)
+        max_tokens, n_split, n = data["max_tokens"], data["split_tokens"], data["tokens"]
+        return Losses(data["data"], data["seq_len"], max_tokens, n_split, n, source, retrofit, healed)
 
 
 @dataclass(frozen=True)
@@ -141,7 +158,7 @@ def retrofit(
         data: a corpus to heal on and to measure the losses with, on its valid split.
         max_bytes: of the corpus, from its beginning; None: all.
         seq_len: of the rows in healing and measuring; None: 512, or the source's where that is less.
-        tokens: of the valid split that are scored; None: all.
+        tokens: of the valid split that are scored, at most; None: all.
         steps: of healing.
 
     Raises:
@@ -274,18 +291,21 @@ def _losses(out: Path, healing: Recipe, found: Source, model: RecurrentLM, token
     dense = build(found.config, found.weights).to(loaded.model.embed.weight.device)
     rows = healing.model.seq_len
     depths = list(range(1, model.config.n_loops + 1))
-    source = _scores(loaded, dense, rows, [1], tokens)[1]
+    (source,) = _scores(loaded, dense, rows, [1], tokens).by_depth
     made = _scores(loaded, loaded.model, rows, depths, tokens)
-    return Losses(str(healing.data.corpus), rows, tokens, source, made, {})
+    split_tokens = sum(stream.n_tokens for stream in streams_of(loaded, "valid").values())
+    data = str(healing.data.corpus)
+    return Losses(data, rows, tokens, split_tokens, made.n_tokens, Loss.of(source), _by_loops(made), {})
 
 
-def _scores(
-    loaded: LoadedRun, model: RecurrentLM, seq_len: int, depths: list[int], tokens: int | None
-) -> dict[int, Loss]:
+def _scores(loaded: LoadedRun, model: RecurrentLM, seq_len: int, depths: list[int], tokens: int | None) -> EvalResult:
     config = model.config.model_copy(update={"seq_len": seq_len})
     recipe = loaded.recipe.model_copy(update={"model": config, "depth": "fixed"})  # of the source: it has one depth
     one = replace(loaded, model=model, recipe=recipe)
-    found = evaluate(one, depths, "valid", max_tokens=tokens)
+    return evaluate(one, depths, "valid", max_tokens=tokens)
+
+
+def _by_loops(found: EvalResult) -> dict[int, Loss]:
     return {score.loops: Loss.of(score) for score in found.by_depth}
 
 
@@ -295,6 +315,7 @@ def healed(run: str | Path) -> Losses:
 
     Raises:
         UsageError: a run that was not trained from a retrofit whose losses were measured (`retrofit` with ``data``).
+        RunError: what was kept of them is damaged.
     """
     loaded = load_run(run, dtype="float32")
     begun = loaded.run.record().get("init_from") or {}
@@ -305,8 +326,13 @@ def healed(run: str | Path) -> Losses:
             f"measures them, and writes a recipe ({HEAL_YAML}) that trains on from it"
         )
     kept = read_json(before)
-    losses = Losses.from_json(kept["losses"])
-    found = _scores(loaded, loaded.model, losses.seq_len, sorted(losses.retrofit), losses.tokens)
-    losses = replace(losses, healed=found)
+    try:
+        losses = Losses.from_json(kept["losses"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RunError(
+            f"{before} is damaged, or of another version: make the retrofit anew to compare with it"
+        ) from None
+    found = _scores(loaded, loaded.model, losses.seq_len, sorted(losses.retrofit), losses.max_tokens)
+    losses = replace(losses, healed=_by_loops(found))
     write_json(loaded.run.path / RETROFIT_JSON, {**kept, "losses": losses.to_json()})
     return losses

@@ -291,11 +291,12 @@ def print_bench(found: Any) -> None:
     title = (
         f"{found.what}: prompts of {found.prompt_tokens} tokens and {found.tokens} new ones, {found.loops} loops, "
         f"depths {found.depths}: mean {found.mean_depth:.2f}; {machine['name']}, {machine['threads']} threads, "
-        f"{machine['dtype']}"
+        f"computed in {machine['dtype']}"
     )
     print_table(head, rows, title, n_left=2)
     print(
-        f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB, "
+        f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB as loaded, "
+        f"{found.held_bytes / 1e6:,.1f} MB with what the engine lays out of them in {machine['dtype']}; "
         f"the process at most {found.peak_memory_bytes / 1e6:,.0f} MB"
     )
     if found.simulated:
@@ -322,9 +323,13 @@ def print_capacity(found: Any) -> None:
         ]
         for one in found.rooms
     ]
-    print_table(head, rows, f"{found.memory_bytes:,} bytes, weights {found.weights_bytes:,}; {found.dtype}", n_left=2)
+    title = f"{found.what}: {found.memory_bytes:,} bytes, weights {found.weights_bytes:,}; decoded in {found.dtype}"
+    print_table(head, rows, title, n_left=2)
     loops = f"{found.loops} loop{'s' if found.loops > 1 else ''}"
-    print(f"at {loops}; a request is its prompt and its new tokens. Weights and cache alone are counted")
+    print(
+        f"at {loops}; a request is its prompt and its new tokens. Weights and cache alone are counted, weights once: a "
+        "CPU's engine lays them out once more, where it is not loaded to decode only"
+    )
     if found.keys == "anchor":
         print("keys anchor: all loops read one slot, so every cache is the same")
 

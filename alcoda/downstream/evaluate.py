@@ -52,7 +52,8 @@ def harness(
 
     Args:
         tasks: names of `SOURCES` or `GROUPS`; a YAML file of lm-eval's form; ``core``, or one of its as ``core/copa``.
-        loops: depths; the model's ``n_loops`` where empty.
+        loops: depths, as of `points`: where loops share their weights also beyond ``n_loops``, which is taken where
+            none is named.
         exits: rules, or tiers that ``alcoda calibrate`` chose, beside them.
         shots: solved documents before each that is scored, of lm-eval's tasks; None: 0, or what a YAML file says.
         limit: the first so many documents of each task (of MMLU: of each subject).

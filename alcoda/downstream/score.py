@@ -45,10 +45,11 @@ class Point:
 
 
 def points(run: LoadedRun, loops: Sequence[int] = (), exits: Sequence[str] = ()) -> list[Point]:
-    """The depths, increasing, then the exits. No depth: the model's ``n_loops``.
+    """The depths, increasing, then the exits. No depth: the model's ``n_loops``. Where loops share their weights there
+    are more than these, and than it was trained at (`ModelConfig.max_loops`).
 
     Raises:
-        UsageError: a depth that the model does not have, or an exit that is none.
+        UsageError: a depth that the model does not have (under 1, or beyond ``max_loops``), or an exit that is none.
     """
     config = run.recipe.model
     depths = sorted({config.check_loops(n) for n in loops or [config.n_loops]})

@@ -11,6 +11,7 @@ from statistics import median, median_low, quantiles
 from typing import Any
 
 from alcoda import progress
+from alcoda.engine.packed import held_bytes
 from alcoda.engine.refusals import check_drafts
 from alcoda.engine.stats import flop_bound
 from alcoda.engine.workload import MODES, REQUESTS, RULE, UNIFORM, Mode, Timing, Work, timed, timed_in_turn
@@ -85,7 +86,8 @@ class BenchResult:
         mean_depth: of all of them that are replayed.
         acceptance: with which drafts are right that are drawn after ``draft_loops``; None: the model's own say.
         simulated: whether tokens and acceptance are scripted.
-        params, weights_bytes: of the model as it is held.
+        params, weights_bytes: of the model as it was loaded.
+        held_bytes: of weights that the engine holds: these, and those that it lays out once more for a CPU.
         peak_memory_bytes: the most that the process held, with the caches of all modes at one time.
         scores: by concurrency, mode by mode.
     """
@@ -102,6 +104,7 @@ class BenchResult:
     acceptance: float | None
     params: int
     weights_bytes: int
+    held_bytes: int
     peak_memory_bytes: int
     notes: tuple[str, ...]
     machine: dict[str, Any]
@@ -175,6 +178,7 @@ def bench(
         acceptance=acceptance,
         params=sum(p.numel() for p in model.parameters()),
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        held_bytes=held_bytes(model, work.dtype),
         peak_memory_bytes=peak_memory_bytes(model.embed.weight.device),
         notes=tuple(notes),
         machine=describe(model.embed.weight.device, dtype),

@@ -47,14 +47,17 @@ class CapacityResult:
     """What `capacity` found.
 
     Attributes:
+        what: the run or the recipe, with its settings.
         memory_bytes: in all.
-        weights_bytes: of it, as they are held for decoding.
+        weights_bytes: of it, counted once. (A CPU's engine lays weights out once more, where it is not loaded to decode
+            only.)
         loops: that a token may run.
         seq_len: of the longest request.
-        dtype: of weights and cache.
+        dtype: that is decoded in: of the cache, and of the weights of linear maps.
         keys: the axis ``keys`` of the model; with anchor keys all caches are one.
     """
 
+    what: str
     memory_bytes: int
     weights_bytes: int
     loops: int
@@ -69,7 +72,7 @@ class CapacityResult:
 
 
 def capacity(
-    config: ModelConfig, memory_bytes: int, loops: int | None, lengths: Sequence[int], dtype: torch.dtype
+    config: ModelConfig, memory_bytes: int, loops: int | None, lengths: Sequence[int], dtype: torch.dtype, what: str
 ) -> CapacityResult:
     """How many requests of some lengths each cache of a model holds.
 
@@ -77,6 +80,7 @@ def capacity(
         loops: the model's ``n_loops`` where None.
         lengths: tokens of a request, prompt and new ones; the whole context where there are none.
         dtype: bf16: of keys and of linear maps, all else in fp32 (as `alcoda.training.load.load_run` holds them).
+        what: as of `CapacityResult`.
 
     Raises:
         UsageError: a model that the engine does not serve, a length beyond its context, a memory that does not hold
@@ -104,7 +108,7 @@ def capacity(
             requests = {length: n_tokens // (length - 1) for length in lengths}
             rooms.append(CacheRoom(policy.kind, coda_keys, size, n_tokens, requests))
     name = str(dtype).removeprefix("torch.")
-    return CapacityResult(memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, tuple(rooms))
+    return CapacityResult(what, memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, tuple(rooms))
 
 
 def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.dtype, free_bytes: int | None) -> None:

@@ -19,7 +19,7 @@ from alcoda.data.tokenizer import Tokenizer
 from alcoda.errors import RunError, UsageError, some
 from alcoda.files import read_json
 from alcoda.interop.hub import is_hub_name
-from alcoda.interop.layout import Layout, Take
+from alcoda.interop.layout import MOST, Layout, Take
 from alcoda.interop.tensors import FLOATS, PICKLED, Tensors
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
@@ -55,16 +55,22 @@ class Foreign:
         return FLOATS[self.tensors.about[self.takes[name].name].dtype]
 
     def weight(self, name: str) -> Tensor:
-        """One parameter of ours, as it is held over there, on the CPU."""
+        """One parameter of ours, as it is held over there, on the CPU.
+
+        Raises:
+            RunError: a damaged file, or numbers that are none.
+        """
         take = self.takes[name]
         tensor = self.tensors.read(take.name)
-        return tensor if take.change is None else take.change(tensor)
+        mine = tensor if take.change is None else take.change(tensor)
+        check_finite(self.folder, take.name, mine)
+        return mine
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of ours with its name, one at a time, those of the largest tensors first; with a bar.
 
         Raises:
-            RunError: a damaged file.
+            RunError: as `weight`.
         """
         with progress.bar(f"reading {self.folder.name}", len(self.takes)) as advance:
             # A tensor is there twice until it is copied: the large ones had better be while there is little else.
@@ -95,9 +101,20 @@ def fit(folder: Path, config: dict[str, Any], tensors: Tensors, layouts: Sequenc
         model = validate(ModelConfig, layout.model(config), f"the config of {folder}")
     except UsageError as error:
         raise UsageError(f"{_said(folder)} (layout {layout.name}): {error}") from None
+    _check_size(folder, model, tensors)
     found = Foreign(folder, layout, config, model, layout.takes(model, config), tensors)
     check(found)
     return found
+
+
+def _check_size(folder: Path, model: ModelConfig, tensors: Tensors) -> None:
+    """RunError where a model is far larger than its weights: to spell out all its tensors would take for ever."""
+    n_layers, n_tensors, width = model.n_prelude + model.n_core + model.n_coda, len(tensors.about), model.shape
+    if n_layers > n_tensors or width.n_heads * width.d_head > MOST:
+        raise RunError(
+            f"the weights in {folder} do not fit its {CONFIG}, which describes {n_layers:,} layers with "
+            f"{width.n_heads:,} heads of width {width.d_head:,}: {n_tensors:,} tensors were found"
+        )
 
 
 def _said(path: Path) -> Path:
@@ -135,6 +152,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_layout(folder: Path, config: dict[str, Any], layouts: Sequence[Layout]) -> Layout:
     """The layout that a config.json is of; UsageError where there is none, with those that there are."""
+    kind, named = config.get("model_type"), config.get("architectures") or []
+    if not isinstance(kind, str | None) or not isinstance(named, list):
+        raise UsageError(
+            f"{_said(folder)}: model_type is {kind!r} and architectures {named!r}: a name and a list of names are "
+            "needed"
+        )
     found = next((layout for layout in layouts if layout.recognises(config)), None)
     if found is None:
         known = "; ".join(f"{layout.name} (model_type {' or '.join(layout.model_types)})" for layout in layouts)
@@ -180,11 +203,32 @@ def check(found: Foreign) -> None:
             + "\n  ".join(lines)
         )
     for name, of in copies.items():
-        if not torch.equal(found.tensors.read(name), found.tensors.read(of)):
+        copy, original = found.tensors.read(name), found.tensors.read(of)
+        if not torch.equal(copy, original):
+            check_finite(found.folder, name, copy)  # NaN equals nothing
+            check_finite(found.folder, of, original)
             raise RunError(
                 f"{found.folder}: by its {CONFIG} {name} is {of} again (tied), and the weights differ: one of the two "
                 "files is of another model"
             )
+
+
+LARGEST = torch.finfo(torch.bfloat16).max
+"""What every type that weights are held in here can say."""
+
+
+def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
+    """RunError where a tensor holds what is no number, or one too large for bf16. One pass over it, no copy."""
+    low, high = (float(x) for x in torch.aminmax(tensor))  # NaN where one is
+    if low >= -LARGEST and high <= LARGEST:
+        return
+    n_nan = int(tensor.isnan().sum())
+    n_large = int((tensor.to(torch.promote_types(tensor.dtype, torch.float32)).abs() > LARGEST).sum())
+    raise RunError(
+        f"the weights in {folder}: of the {tensor.numel():,} numbers of {name} {n_nan:,} are NaN and {n_large:,} "
+        "infinite or too large for float32. Such a model predicts nothing: copy the folder again, or take an earlier "
+        "checkpoint"
+    )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

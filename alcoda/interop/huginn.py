@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from alcoda.errors import UsageError
-from alcoda.interop.layout import Layout, Take, Theirs, entry, number, only
+from alcoda.interop.layout import Layout, Take, Theirs, agrees, mapping, number, only, size
 from alcoda.model.config import ModelConfig
 
 
@@ -32,18 +32,19 @@ class Huginn(Layout):
         only(config, "bias", False)
         only(config, "test_time_noise", 0)
         only(config, "tie_embeddings", True)
-        d_model, n_heads = entry(config, "n_embd", int), entry(config, "n_heads", int)
+        d_model, n_heads = size(config, "n_embd"), size(config, "n_heads")
         std, scale = _starts(config, d_model)
+        n_layers = [size(config, f"n_layers_in_{block}", least=0) for block in ("prelude", "recurrent_block", "coda")]
+        vocab_size = size(config, "padded_vocab_size")
+        _check_said_twice(config, d_model, n_heads, vocab_size, n_layers)
         return {
-            "vocab_size": entry(config, "padded_vocab_size", int),
-            "seq_len": entry(config, "block_size", int),
+            "vocab_size": vocab_size,
+            "seq_len": size(config, "block_size"),
             "d_model": d_model,
             "n_heads": n_heads,
-            "d_ff": entry(config, "intermediate_size", int),
-            "n_prelude": entry(config, "n_layers_in_prelude", int),
-            "n_core": entry(config, "n_layers_in_recurrent_block", int),
-            "n_coda": entry(config, "n_layers_in_coda", int),
-            "n_loops": entry(config, "mean_recurrence", int),
+            "d_ff": size(config, "intermediate_size"),
+            **dict(zip(("n_prelude", "n_core", "n_coda"), n_layers, strict=True)),
+            "n_loops": size(config, "mean_recurrence"),
             "block": {
                 "norm": {"kind": "rmsnorm", "eps": number(config, "norm_eps", 1e-6)},
                 "sandwich": "after_add",
@@ -92,7 +93,7 @@ class Huginn(Layout):
 
 def _starts(config: Theirs, d_model: int) -> tuple[float, float]:
     """The std of fresh weights, and what embeddings (and the initial state) are multiplied by."""
-    said = entry(config, "init_values", dict, {})
+    said = mapping(config, "init_values")
     std = number(said, "std", math.sqrt(2 / (5 * d_model)))
     scale = number(said, "embed_scale", math.sqrt(d_model))
     if scale != 1 and not math.isclose(scale, math.sqrt(d_model), rel_tol=1e-6):
@@ -101,6 +102,19 @@ def _starts(config: Theirs, d_model: int) -> tuple[float, float]:
             f"sqrt(n_embd) = {math.sqrt(d_model)}"
         )
     return std, scale
+
+
+def _check_said_twice(config: Theirs, d_model: int, n_heads: int, vocab_size: int, n_layers: list[int]) -> None:
+    """UsageError where entries that no parameter of ours is made by contradict those that are."""
+    agrees(config, "n_layers", sum(n_layers), "n_layers_in_prelude, n_layers_in_recurrent_block and n_layers_in_coda")
+    if d_model % n_heads == 0:
+        agrees(config, "head_dim", d_model // n_heads, "n_embd and n_heads")
+    said, multiple = size(config, "vocab_size", None), size(config, "padding_multiple", 4096)
+    if said is not None and not vocab_size - multiple < said <= vocab_size:
+        raise UsageError(
+            f"config.json: vocab_size is {said}, and padded_vocab_size {vocab_size}, which is to be vocab_size or the "
+            f"next multiple of padding_multiple ({multiple}): one of them is of another model"
+        )
 
 
 def _block(ours: str, theirs: str, qk_bias: bool) -> dict[str, Take]:

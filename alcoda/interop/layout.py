@@ -93,6 +93,28 @@ def number(config: Theirs, name: str, default: Any = _NEEDED) -> Any:
     return entry(config, name, (int, float), default)
 
 
+MOST = 1 << 24
+"""Of any size: beyond those of every model, and such that the sizes of all tensors can be told."""
+
+
+def size(config: Theirs, name: str, default: Any = _NEEDED, least: int = 1) -> Any:
+    """An entry that counts something: a whole number from ``least`` to `MOST`; UsageError where it is none."""
+    value = entry(config, name, int, default)
+    if value is not default and not least <= value <= MOST:
+        raise UsageError(f"config.json: {name} is {value}: a whole number from {least} to {MOST:,} is needed")
+    return value
+
+
+def agrees(config: Theirs, name: str, value: int, of: str) -> None:
+    """UsageError where an entry that other entries (``of``) say already is there and says something else."""
+    said = size(config, name, None, least=0)
+    if said not in (None, value):
+        raise UsageError(
+            f"config.json: {name} is {said}, and {of} say {value}: one of them is of another model; mend it, or take "
+            f"{name} out"
+        )
+
+
 def only(config: Theirs, name: str, *allowed: Any) -> Any:
     """An entry of which we can express some values; the first is what a config.json without it means."""
     value = config.get(name, allowed[0])
@@ -106,7 +128,7 @@ def only(config: Theirs, name: str, *allowed: Any) -> Any:
 def rope_base(config: Theirs, default: float) -> float:
     """The base of rotary positions of a transformers config, old (``rope_theta``, ``rope_scaling``) or new
     (``rope_parameters``); UsageError where they are scaled."""
-    said = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    said = {name: x for of in ("rope_scaling", "rope_parameters") for name, x in mapping(config, of).items()}
     kind = said.get("rope_type", said.get("type", "default"))
     if kind != "default":
         raise UsageError(
@@ -115,7 +137,24 @@ def rope_base(config: Theirs, default: float) -> float:
     return number(said if "rope_theta" in said else config, "rope_theta", default)
 
 
+def mapping(config: Theirs, name: str) -> dict[str, Any]:
+    """An entry that is a mapping, if it is there; else an empty one."""
+    return entry(config, name, dict, None) or {}
+
+
+def layer_types(config: Theirs, n_layers: int) -> list[Any] | None:
+    """What a transformers config says of each layer, if it does; UsageError where it is not one entry a layer."""
+    kinds = entry(config, "layer_types", list, None)
+    if kinds is not None and len(kinds) != n_layers:
+        raise UsageError(
+            f"config.json: layer_types has {len(kinds)} entries, and num_hidden_layers is {n_layers}: one a layer is "
+            "needed"
+        )
+    return kinds
+
+
 def attention(config: Theirs, heads: int) -> dict[str, Any]:
     """Our attention axis for a transformers config with ``num_key_value_heads``."""
-    kv_heads = entry(config, "num_key_value_heads", int, heads) or heads
+    said = size(config, "num_key_value_heads", None)
+    kv_heads = heads if said is None else said
     return {"kind": "mha"} if kv_heads == heads else {"kind": "gqa", "n_kv_heads": kv_heads}

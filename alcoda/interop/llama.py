@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from alcoda.errors import UsageError
-from alcoda.interop.layout import Layout, Take, Theirs, attention, entry, number, only, rope_base
+from alcoda.interop.layout import Layout, Take, Theirs, attention, layer_types, mapping, number, only, rope_base, size
 from alcoda.model.attention import QK_NORM_EPS
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
@@ -68,24 +68,24 @@ class Llama(Layout):
 
     def model(self, config: Theirs) -> dict[str, Any]:
         kind = _kind(config)
-        family, n_heads, n_layers = FAMILIES[kind], *(entry(config, f"num_{of}", int) for of in _COUNTS)
+        family, n_heads, n_layers = FAMILIES[kind], *(size(config, f"num_{of}") for of in _COUNTS)
         eps = number(config, "rms_norm_eps", 1e-6)
         if family.qk_norm:
             only({"rms_norm_eps": eps}, "rms_norm_eps", QK_NORM_EPS)  # that of the norms of queries and keys here
         only(config, "hidden_act", "silu")
-        for said in (config, config.get("rope_parameters") or {}):
+        for said in (config, mapping(config, "rope_parameters")):
             only(said, "partial_rotary_factor", 1.0, None)
         axis = attention(config, n_heads)
         axis |= {"qk_norm": "before_rope"} if family.qk_norm else {}
         axis |= {"qk_bias": True, "v_bias": True} if family.qkv_bias else {}
         window = _window(config, kind, n_layers)
         return {
-            "vocab_size": entry(config, "vocab_size", int),
-            "seq_len": entry(config, "max_position_embeddings", int),
-            "d_model": entry(config, "hidden_size", int),
+            "vocab_size": size(config, "vocab_size"),
+            "seq_len": size(config, "max_position_embeddings"),
+            "d_model": size(config, "hidden_size"),
             "n_heads": n_heads,
-            "d_head": entry(config, "head_dim", int, None) or family.d_head,
-            "d_ff": entry(config, "intermediate_size", int),
+            "d_head": size(config, "head_dim", None) or family.d_head,
+            "d_ff": size(config, "intermediate_size"),
             **DENSE,
             "n_prelude": n_layers,
             "block": {
@@ -144,12 +144,12 @@ def _bias(config: Theirs) -> bool:
 
 def _window(config: Theirs, kind: str, n_layers: int) -> int | None:
     """The sliding window of all layers; None: they look at everything."""
-    window = entry(config, "sliding_window", int, None)
+    window = size(config, "sliding_window", None)
     if window is None or (kind != "mistral" and not config.get("use_sliding_window")):
         return None
-    kinds = config.get("layer_types") if kind != "mistral" else ["sliding_attention"] * n_layers
+    kinds = layer_types(config, n_layers) if kind != "mistral" else ["sliding_attention"] * n_layers
     if kinds is None:
-        first = entry(config, "max_window_layers", int, 28)
+        first = size(config, "max_window_layers", 28, least=0)
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(n_layers)]
     n_sliding = sum(one == "sliding_attention" for one in kinds)
     if n_sliding not in (0, n_layers):

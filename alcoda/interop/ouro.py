@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from alcoda.interop.layout import Layout, Take, Theirs, attention, entry, number, only, rope_base
+from alcoda.interop.layout import Layout, Take, Theirs, attention, layer_types, number, only, rope_base, size
 from alcoda.model.config import ModelConfig
 
 NAMES = {
@@ -35,20 +35,20 @@ class Ouro(Layout):
         only(config, "hidden_act", "silu")
         if config.get("use_sliding_window", True):  # a width may be named that is not used
             only(config, "sliding_window", None)
-        for kind in config.get("layer_types") or ():
+        n_heads, n_layers = size(config, "num_attention_heads"), size(config, "num_hidden_layers")
+        for kind in layer_types(config, n_layers) or ():
             only({"layer_types": kind}, "layer_types", "full_attention")
-        n_heads = entry(config, "num_attention_heads", int)
         return {
-            "vocab_size": entry(config, "vocab_size", int),
-            "seq_len": entry(config, "max_position_embeddings", int),
-            "d_model": entry(config, "hidden_size", int),
+            "vocab_size": size(config, "vocab_size"),
+            "seq_len": size(config, "max_position_embeddings"),
+            "d_model": size(config, "hidden_size"),
             "n_heads": n_heads,
-            "d_head": entry(config, "head_dim", int, None),
-            "d_ff": entry(config, "intermediate_size", int),
+            "d_head": size(config, "head_dim", None),
+            "d_ff": size(config, "intermediate_size"),
             "n_prelude": 0,
-            "n_core": entry(config, "num_hidden_layers", int),
+            "n_core": n_layers,
             "n_coda": 0,
-            "n_loops": entry(config, "total_ut_steps", int, 4),
+            "n_loops": size(config, "total_ut_steps", 4),
             "block": {
                 "norm": {"kind": "rmsnorm", "eps": number(config, "rms_norm_eps", 1e-6)},
                 "sandwich": "on_branch",

@@ -352,6 +352,11 @@ def load_recipe(path: str | Path, settings: Sequence[str] = (), overlays: Sequen
     return validate(Recipe, data, "the recipe after --set")
 
 
+def named(name: str, settings: Sequence[str] = (), overlays: Sequence[str | Path] = ()) -> str:
+    """A recipe's name with what was put over it (`load_recipe`), for a report: as a command line has it."""
+    return " ".join([name, *(f"--with {one}" for one in overlays), *(f"--set {one}" for one in settings)])
+
+
 def _overlay(path: Path) -> Overlay:
     return path.stem, read_mapping(path)
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "ALCODA_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "alcoda", *arguments]
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def test_it_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (listed,) = re.findall(r"-e '\.\[report\]'`; further extras\nare (.*?)\.\n", README, re.S)
+    assert {"report", *re.findall(r"`(\w+)`", listed)} == set(extras)
 
 
 @pytest.mark.slow

@@ -87,16 +87,23 @@ def test_a_run_by_other_depths(mixed: Path, run_cli: Cli, tmp_path: Path) -> Non
 
 def test_a_shape_from_the_command_line(run_cli: Cli) -> None:
     done = run_cli.ok("bench", "engine", *SHAPE, *QUICK, "--tokens", 4, "--acceptance", 0.5)
-    assert done.json["what"] == "d512" and done.json["simulated"] and done.json["acceptance"] == 0.5
+    settings = " ".join(f"--set {one}" for one in SHAPE[1::2])
+    assert done.json["what"] == f"d512 {settings}" and done.json["what"] in " ".join(done.out.split())
+    assert f"computed in {done.json['machine']['dtype']}" in " ".join(done.out.split())
+    assert f"{done.json['held_bytes'] / 1e6:,.1f} MB with what the engine lays out" in done.out
+    assert done.json["simulated"] and done.json["acceptance"] == 0.5
     assert "0.5, is simulated" in done.out and "4.9" in done.out
     named = run_cli.ok("bench", "engine", "--shape", "mini/grt", *SHAPE, *QUICK, "--mean-depth", 2, "--json").json
-    assert named["what"] == "grt" and named["loops"] == 4
+    assert named["what"] == f"grt {settings}" and named["loops"] == 4
 
 
 def test_what_cannot_be_timed_is_refused(mixed: Path, trained: Path, run_cli: Cli) -> None:
     with untouched(mixed):
         for arguments, says in (
-            ((trained,), ("has none: alcoda calibrate",)),
+            (
+                (trained,),
+                ("calibrated tier 'balanced'", "has none: alcoda calibrate", "--exit state:0.1", "--mean-depth 4"),
+            ),
             ((mixed, "--exit", "fast"), ("unknown exit 'fast'", "balanced")),
             ((mixed, "--loops", "2"), ("calibrated at 3 loops",)),
             ((mixed, "--shape", "d512"), ("name one of them",)),
@@ -177,6 +184,6 @@ def test_capacity_from_the_command_line(mixed: Path, run_cli: Cli) -> None:
         ((mixed, "--memory", "1kB"), "the weights alone take"),
         ((mixed, "--memory", "1MB", "--tokens", "17"), "tokens=17"),
         ((mixed, "--memory", "1MB", "--tokens", "few"), "--tokens few: write whole numbers"),
-        (("nothing", "--memory", "1MB"), "cannot read the recipe nothing"),
+        (("nothing", "--memory", "1MB"), "nothing is neither a run"),
     ):
         run_cli.refused("capacity", *arguments, says=(says,))

@@ -75,6 +75,8 @@ def test_core_from_the_command_line(run_cli: Cli, trained: Path, tmp_path: Path)
     again = run_cli.ok(*ask, "--json")
     assert again.json == done.json and again.out.count("\n") == 1
     assert (trained / "harness.json").read_bytes() == kept
+    deep = run_cli.ok("harness", trained, "--tasks", "core/copa", "--data", data, "--loops", 9, "--limit", 2, "--json")
+    assert alcoda.load(trained).n_loops < 9 == deep.json["tasks"][0]["by_point"][0]["mean_loops"]
     run_cli.ok("report", trained, "--out", tmp_path / "report.html")
     assert 'id="tasks"' in (tmp_path / "report.html").read_text()
 

@@ -34,16 +34,28 @@ def test_from_a_dense_file_to_a_healed_model(run_cli: Cli, source: Path, words: 
     assert f"next: alcoda train {out / 'heal.yaml'} --out {out}-healed" in done.err
     assert done.json["identity"]["difference"] == 0
     assert done.json["losses"]["retrofit"]["1"] == done.json["losses"]["source"]
+    scored = done.json["losses"]["tokens"]
+    assert scored < 500 and f"valid split ({scored} tokens scored)" in done.out and "fewer than" not in done.err
     run_cli.ok("train", out / "heal.yaml", "--out", healed)
     after = run_cli.ok("healed", healed)
     assert "healed, 2" in after.out and after.json["retrofit"] == done.json["losses"]["retrofit"]
     assert list(after.json["healed"]) == ["1", "2"]
+    assert after.json["tokens"] == scored and f"({scored} tokens scored)" in after.out
     assert run_cli.ok("eval", healed, "--loops", "1,2,3", "--json").json["bits_per_byte"].keys() == {"1", "2", "3"}
     assert run_cli.ok("eval", out, "--json").json["bits_per_byte"].keys() == {"1", "2"}
     refused = run_cli.refused(
         "healed", out, says=("was not trained from a retrofit", "alcoda retrofit SRC --data CORPUS")
     )
     assert "heal.yaml" in refused
+
+
+def test_a_split_of_fewer_tokens_than_were_asked_for(run_cli: Cli, source: Path, words: str, tmp_path: Path) -> None:
+    sizes = ("--prelude", 1, "--core", 2, "--coda", 1, "--loops", 1, "--seq-len", 32, "--steps", 2)
+    done = run_cli.ok("retrofit", source, *sizes, "--data", words, "--out", tmp_path / "retro")
+    losses = done.json["losses"]
+    assert losses["max_tokens"] == 20_000 and losses["tokens"] < losses["split_tokens"] < 20_000
+    said = " ".join(done.err.split())
+    assert f"has {losses['split_tokens']:,} tokens, fewer than the 20,000 asked for (--tokens)" in said
 
 
 def test_layers_that_there_are_not(run_cli: Cli, source: Path, tmp_path: Path) -> None:

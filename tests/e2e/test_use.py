@@ -218,6 +218,7 @@ def test_cost_of_recipes_and_runs(run: Path, tiny: Path, run_cli: Cli) -> None:
     assert weights == 256 and one["params"] == sum(p.numel() for p in alcoda.load(run).model.parameters())
     two = run_cli.ok("cost", run, tiny, "--json", "--loops", "3", "--set", "model.head=untied").json
     assert [item["recipe"] for item in two] == [str(run), str(tiny)] and two[0]["loops"] == 3
+    assert [item["what"] for item in two] == [f"{path} --set model.head=untied" for path in (run, tiny)]
     table = run_cli.ok("cost", tiny)
     assert "core.attention" in table.out and table.out.splitlines()[-1].startswith("convention: ")
 

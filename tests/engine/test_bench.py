@@ -39,6 +39,7 @@ from alcoda.engine.workload import (
 from alcoda.errors import RunError, UsageError
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
+from alcoda.model.norms import RMSNormModule
 
 LOOPS, N_PROMPT, N_NEW, VOCAB = 4, 5, 6, 48
 N_READ = N_PROMPT + N_NEW - 1
@@ -349,6 +350,13 @@ def test_a_shape_and_what_it_cannot_be() -> None:
     assert (found.prompt_tokens, found.tokens, found.loops, found.simulated) == (8, 8, LOOPS, True)
     assert (found.draft_loops, found.acceptance) == (DRAFT_LOOPS, ACCEPTANCE[DRAFT_LOOPS - 1])
     assert found.params == alcoda.cost(config()).params and found.weights_bytes == 4 * found.params
+    with torch.device("meta"):
+        parts = list(RecurrentLM(config()).modules())
+    # On a CPU the engine of a small model lays its maps out once more, in fp32, and its tied head; norms twice over.
+    maps = sum(part.weight.numel() for part in parts if type(part) is torch.nn.Linear)
+    norms = sum(part.weight.numel() for part in parts if type(part) is RMSNormModule and part.weight is not None)
+    laid_out = 0 if torch.cuda.is_available() else maps + 2 * norms + config().vocab_size * config().d_model
+    assert found.held_bytes == 4 * (found.params + laid_out) and found.machine["dtype"] == "float32"
     per_token = 2 * 1 * LOOPS * 16 * 4
     assert found.score("refill", 2).cache_bytes == 2 * (8 + 8 - 1) * per_token
     assert found.score("fixed", 2).ratio == Spread(1.0, 1.0, 1.0) and found.score("fixed", 2).of_bound == 1

@@ -168,6 +168,8 @@ def test_a_config_of_another_size(plain: Path, tmp_path: Path, changes: dict[str
 def test_a_tied_head_that_is_another(huginn: Path, plain: Path, tmp_path: Path) -> None:
     edit_weights(huginn, lambda weights: weights["lm_head.weight"].mul_(2))
     assert "lm_head.weight is transformer.wte.weight again" in said(huginn, tmp_path / "out", RunError)
+    edit_weights(huginn, lambda weights: weights.update({"lm_head.weight": torch.ones(300, 32, dtype=torch.int8)}))
+    assert "lm_head.weight is transformer.wte.weight again" in said(huginn, tmp_path / "out", RunError)
     edit(plain, tie_word_embeddings=True)
     assert "(tied), and the weights differ" in said(plain, tmp_path / "out", RunError)
 
@@ -187,7 +189,7 @@ def test_a_tied_head_that_is_another(huginn: Path, plain: Path, tmp_path: Path) 
         ({"hidden_size": "32"}, ("hidden_size is '32'",)),
         ({"num_hidden_layers": True}, ("num_hidden_layers is True",)),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, ("n_heads=5 must divide",)),
-        ({"num_hidden_layers": 0}, ("n_core",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers is 0",)),
         ({"vocab_size": -1}, ("vocab_size",)),
         ({"rope_theta": "big"}, ("rope_theta is 'big'",)),
     ],

@@ -13,8 +13,10 @@ import alcoda
 from alcoda.config import validate
 from alcoda.data.config import DataConfig
 from alcoda.errors import RunError, UsageError
+from alcoda.files import read_json, write_json
 from alcoda.interop import retrofit as surgery
 from alcoda.interop.source import open_source
+from alcoda.measure.text import streams_of
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.retrofitting import Losses
@@ -215,6 +217,32 @@ def test_a_run_and_a_recipe_that_heals_it(source: Path, corpus: str, tmp_path: P
         abs=1e-6,
     )
     assert Losses.from_json(after.to_json()) == after
+
+
+def test_it_says_how_many_tokens_were_scored(source: Path, corpus: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"data": corpus, "seq_len": 32, "steps": 2}
+    for name, tokens in (("some", 500), ("cap", 20_000), ("all", None)):
+        losses = alcoda.retrofit(source, tmp_path / name, 1, 2, 1, 2, tokens=tokens, **how).losses
+        assert losses is not None and losses.max_tokens == tokens
+        run = alcoda.load(tmp_path / name).loaded
+        (stream,) = streams_of(run, "valid").values()
+        ids = stream.read(0, min(tokens or stream.n_tokens, stream.n_tokens))
+        # By hand: each but the first is predicted, and what stands for no text is not scored.
+        assert losses.tokens == int((run.tokenizer.token_bytes_V[ids[1:]] > 0).sum()) < len(ids)
+        assert losses.split_tokens == stream.n_tokens and 500 < stream.n_tokens < 20_000
+        kept = read_json(tmp_path / name / "retrofit.json")["losses"]
+        assert (kept["tokens"], kept["max_tokens"]) == (losses.tokens, tokens)
+        told = f"has {stream.n_tokens:,} tokens, fewer than the 20,000 asked for"
+        assert (told in (losses.note or "")) == (name == "cap")
+
+
+def test_healed_of_losses_that_are_damaged(source: Path, corpus: str, tmp_path: Path) -> None:
+    made = alcoda.retrofit(source, tmp_path / "retro", 1, 2, 1, 2, data=corpus, seq_len=32, steps=2, tokens=200)
+    assert made.recipe is not None
+    alcoda.train(load_recipe(made.recipe), tmp_path / "healed")
+    write_json(tmp_path / "retro/retrofit.json", {"losses": {"data": corpus}})
+    with pytest.raises(RunError, match=r"retrofit\.json is damaged, or of another version"):
+        alcoda.healed(tmp_path / "healed")
 
 
 def test_without_a_corpus_there_is_a_run_and_no_recipe(source: Path, tmp_path: Path) -> None:

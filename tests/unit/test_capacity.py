@@ -10,12 +10,14 @@ import torch
 
 import alcoda
 from alcoda.engine.cache import Arena
+from alcoda.engine.engine import Options
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import caches
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import hold_in
 from alcoda.options import parse_size
+from alcoda.training import device
 
 CPU = torch.device("cpu")
 
@@ -66,19 +68,49 @@ def test_an_arena_takes_what_is_said(changes: dict[str, Any], dtype: str) -> Non
 
 
 def test_by_hand() -> None:
-    found = alcoda.capacity("engine/d512", parse_size("1GiB"), lengths=[1024, 128])
+    gib = parse_size("1GiB")
+    found = alcoda.capacity("engine/d512", gib, lengths=[1024, 128], dtype="bfloat16")
     # 2 (keys and values) x 4 layers x 8 loops x 512 numbers of 2 bytes.
     per_loop, mean, last = found.rooms
     assert (per_loop.cache, per_loop.bytes_per_token) == ("per_loop", 2 * 4 * 8 * 512 * 2)
     assert mean.bytes_per_token == last.bytes_per_token == per_loop.bytes_per_token / 8
-    room = ((1 << 30) - found.weights_bytes) // 65_536
+    room = (gib - found.weights_bytes) // 65_536
     assert per_loop.n_tokens == room - 1 and per_loop.requests == {128: (room - 1) // 127, 1024: (room - 1) // 1023}
-    assert alcoda.capacity("engine/d512", parse_size("1GiB"), loops=16).rooms[0].bytes_per_token == 2 * 65_536
-    assert alcoda.capacity("engine/d512", parse_size("1GiB")).rooms[0].requests.keys() == {1024}
+    assert alcoda.capacity("engine/d512", gib, loops=16, dtype="bfloat16").rooms[0].bytes_per_token == 2 * 65_536
+    assert alcoda.capacity("engine/d512", gib).rooms[0].requests.keys() == {1024}
     # The ledger counts keys in bf16, and the coda's once.
     by_cache = alcoda.cost(config()).kv_bytes_by_cache
-    at_exit = [room for room in alcoda.capacity(config(), 300_000).rooms if room.coda_keys == "at_exit"]
+    at_exit = [
+        room for room in alcoda.capacity(config(), 300_000, dtype="bfloat16").rooms if room.coda_keys == "at_exit"
+    ]
     assert {room.cache: room.bytes_per_token for room in at_exit} == by_cache
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_dtype_is_the_one_that_the_engine_decodes_in(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_fast_bf16", lambda on: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    wide = "bfloat16" if has_bf16 else "float32"
+    memory = parse_size("1GB")
+    small, large = alcoda.capacity("mini", memory), alcoda.capacity("engine/d512", memory)
+    # Models of a width up to 256 decode in fp32 on a CPU.
+    assert (small.dtype, large.dtype, large.what) == ("float32", wide, "engine/d512")
+    in_fp32 = alcoda.capacity("engine/d512", memory, settings=["train.dtype=float32"])
+    assert (in_fp32.dtype, in_fp32.what) == ("float32", "engine/d512 --set train.dtype=float32")
+    assert alcoda.capacity("engine/d512", memory, dtype="bfloat16").dtype == "bfloat16"
+    for dtype in ("auto", "bfloat16"):
+        lm = alcoda.load("mini", dtype=dtype)
+        (kv, *_) = lm.new_engine(Options(cache_tokens=8)).runner.arena.kv.values()
+        found = alcoda.capacity(lm, memory)
+        assert kv.dtype == getattr(torch, found.dtype) and found.what == "mini"
+        # Weights once, as they are multiplied.
+        config = lm.recipe.model
+        with torch.device("meta"):
+            model = RecurrentLM(config)
+        if kv.dtype == torch.bfloat16:
+            hold_in(model, kv.dtype)
+        assert found.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert small == alcoda.capacity(alcoda.load("mini"), memory)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -93,8 +125,9 @@ def test_what_cannot_be_is_refused() -> None:
             alcoda.capacity(config(), **{"memory_bytes": 300_000} | how)
     with pytest.raises(UsageError, match="cannot serve this model"):
         alcoda.capacity(config(sharing={"kind": "untied"}), 300_000)
-    with pytest.raises(UsageError, match="near it: mini/grt"):
-        alcoda.capacity("mini/gtr", 300_000)
+    for missing, says in (("mini/gtr", "near it: mini/grt"), ("runs/none", "runs/none is neither a run")):
+        with pytest.raises(UsageError, match=says):
+            alcoda.capacity(missing, 300_000)
 
 
 def test_sizes() -> None:

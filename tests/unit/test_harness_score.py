@@ -195,6 +195,23 @@ def test_points_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(Scorer(lm.loaded, points(lm.loaded))._batches([(1, 2), (1,)]))) == 2, "at least one row a time"
 
 
+def test_loops_that_share_their_weights_have_every_depth() -> None:
+    lm = loaded(n_loops=2)
+    given = asks(3)
+    found = numbers(Scorer(lm.loaded, points(lm.loaded, [2, 9])).score(given))
+    deep = [by_hand(lm, ask, 9)[0] for ask in given]
+    assert found[:, 1] == pytest.approx(deep, abs=ATOL)
+    assert not np.allclose(found[:, 0], found[:, 1]), "control: 9 loops are not 2"
+    for changes in (
+        {"sharing": "untied"},
+        {"sharing": {"kind": "lora", "rank": 2}},
+        {"n_core": 0, "n_loops": 1, "inject": "none"},
+    ):
+        fixed = loaded(**{"n_loops": 2, **changes})
+        with pytest.raises(UsageError, match=r"weights for n_loops=2 loops and no more|has nothing to loop"):
+            points(fixed.loaded, [1, 3])
+
+
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
