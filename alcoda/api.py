@@ -47,7 +47,7 @@ from alcoda.serve.load.score import LoadResult
 from alcoda.training.catalogue import Catalogue
 from alcoda.training.catalogue import catalogue as recipes
 from alcoda.training.checkpoint import listed, step_of
-from alcoda.training.device import DTYPES
+from alcoda.training.device import DTYPES, pick_device
 from alcoda.training.footprint import Footprint, footprint
 from alcoda.training.load import LoadedRun, pick_checkpoint
 from alcoda.training.loop import TrainResult, train
@@ -156,7 +156,7 @@ def capacity(
         model: a run, a recipe (or its name), or a bare model.
         loops: that a token may run; ``n_loops`` where None.
         lengths: tokens of a request, prompt and new ones; the whole context where empty.
-        dtype: of weights and cache, bfloat16 or float32.
+        dtype: of weights and cache, bfloat16 or float32. The cache is that of the device at hand.
         settings, overlays: of a recipe that is named, as of `load_recipe`.
     """
     if dtype not in DTYPES:
@@ -168,7 +168,7 @@ def capacity(
     elif isinstance(model, LM):
         model = model.recipe
     config = model.model if isinstance(model, Recipe) else model
-    return _capacity(config, memory_bytes, loops, lengths, DTYPES[dtype])
+    return _capacity(config, memory_bytes, loops, lengths, DTYPES[dtype], pick_device())
 
 
 def export(

@@ -291,13 +291,15 @@ def print_bench(found: Any) -> None:
     title = (
         f"{found.what}: prompts of {found.prompt_tokens} tokens and {found.tokens} new ones, {found.loops} loops, "
         f"depths {found.depths}: mean {found.mean_depth:.2f}; {machine['name']}, {machine['threads']} threads, "
-        f"{machine['dtype']}"
+        f"{machine['dtype']}, attention {machine['attention']}"
     )
     print_table(head, rows, title, n_left=2)
     print(
         f"medians of {found.rounds} rounds [quartiles]; weights {found.weights_bytes / 1e6:,.1f} MB, "
         f"the process at most {found.peak_memory_bytes / 1e6:,.0f} MB"
     )
+    if machine["attention_reason"]:
+        print(f"attention {machine['attention']}: {machine['attention_reason']}")
     if found.simulated:
         share = f"{found.acceptance:g}"
         print(f"random weights: tokens are scripted, and the share of drafts that are right, {share}, is simulated")
@@ -325,6 +327,8 @@ def print_capacity(found: Any) -> None:
     print_table(head, rows, f"{found.memory_bytes:,} bytes, weights {found.weights_bytes:,}; {found.dtype}", n_left=2)
     loops = f"{found.loops} loop{'s' if found.loops > 1 else ''}"
     print(f"at {loops}; a request is its prompt and its new tokens. Weights and cache alone are counted")
+    if found.page_tokens > 1:
+        print(f"the cache is in pages of {found.page_tokens} tokens: a request takes whole pages")
     if found.keys == "anchor":
         print("keys anchor: all loops read one slot, so every cache is the same")
 
