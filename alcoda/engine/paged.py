@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,9 @@ from alcoda.model.lm import RecurrentLM
 
 DEVICES = ("cuda",)
 """Where the kernel may be. A CPU gathers pages slower than it reads what lies together."""
+
+REASON_CHARS = 160
+"""Of what torch says where it cannot; the rest is a list of all that it can."""
 
 
 class Form(NamedTuple):
@@ -234,7 +238,8 @@ def _probed(n_heads: int, n_groups: int, width: int, dtype: torch.dtype, device:
         ways = kernel, replace(kernel, deterministic=True)
         off = max(_off(way, n_heads, n_groups, width, dtype, device) for way in ways)
     except (ImportError, TypeError, ValueError, RuntimeError) as error:  # what it asks for is not here
-        return Paged(None, f"varlen_attn: {(str(error).splitlines() or [type(error).__name__])[0]}")
+        said = shorten((str(error).splitlines() or [type(error).__name__])[0], REASON_CHARS)
+        return Paged(None, f"varlen_attn: {said}")
     if off <= TOLERANCE[dtype]:
         return Paged(kernel)
     return Paged(None, f"varlen_attn: off by {off:.2g} from SDPA")

@@ -22,6 +22,7 @@ from alcoda.engine.kernels import row_attention
 from alcoda.engine.paged import FA2, PagedArena, PagedAttention, PageTables, arena_of, paged_on, room
 from alcoda.engine.request import Request
 from alcoda.errors import UsageError
+from alcoda.model.attention import attend
 from alcoda.model.cache_policy import LastCache, MeanCache, caches
 from alcoda.model.keys import CORE
 from alcoda.options import parse_size
@@ -321,6 +322,22 @@ def test_torchs_own_is_not_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         attends, is_paged = choice(dtype)
         assert attends.name == "sdpa" and attends.reason.startswith("varlen_attn: ") and not is_paged
+        assert "CPU" in attends.reason and len(attends.reason) < 200
+
+
+def test_torchs_own_takes_what_it_is_given() -> None:
+    """By its own checks, and in no more than shapes: there is no GPU."""
+    meta, call = torch.device("meta"), paged.load_varlen_attn()
+    for deterministic, window in ((False, None), (True, 3)):
+        kernel = PagedAttention(call, FA2, deterministic)
+        arena = PagedArena(small(**MODELS["gqa"]).config, 3, 600, torch.bfloat16, meta, kernel)
+        store = RowStore(arena, [(0, 5), (256, 520)], torch.zeros(2, 1, device=meta), {CORE: [2, 0]})
+        view = store.view if window is None else store.view.within(window)
+        q_WH1K = torch.empty(2, 4, 1, 4, dtype=torch.bfloat16, device=meta)
+        y_WH1K = attend(q_WH1K, *store.stored((CORE, 0, 0)), view)
+        assert y_WH1K.shape == q_WH1K.shape and y_WH1K.dtype == torch.bfloat16
+    with pytest.raises(TypeError):
+        call(q_WH1K[:, :, 0], q_WH1K, q_WH1K, pages=None)
 
 
 def test_a_type_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
