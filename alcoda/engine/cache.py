@@ -133,6 +133,11 @@ class Arena:
             attends = Attends("sdpa", missing(dtype)) if self.kernel is None else Attends("rows kernel")
         self.attends = attends
         self._flat = {key: tuple(_heads(x) for x in kv) for key, kv in self._slabs.items()}
+        # From a slot, a token and a head to the next, in keys of one token and head.
+        self._steps: dict[str, tuple[int, int, np.ndarray]] = {}
+        for stage, kv in self.kv.items():
+            of_slot, of_head, of_token = (n // width for n in kv.stride()[2:5])
+            self._steps[stage] = of_slot, of_token, np.arange(heads) * of_head
         self._free = [Span(0, self.n_tokens)]
         for kv in self.kv.values():
             kv[..., self.n_tokens :, :] = 0  # what filling rows read is a number
@@ -204,11 +209,10 @@ class Arena:
         Args:
             slots, at: slot and token of each of N.
         """
-        kv = self.kv[stage]
-        of_slot, of_head, of_token = (n // kv.size(5) for n in kv.stride()[2:5])
+        of_slot, of_token, of_heads_G = self._steps[stage]
         first_N = np.array(slots) * of_slot + np.array(at) * of_token  # by numpy: torch takes ten small kernels
-        places_NG = first_N[:, None] + np.arange(kv.size(3)) * of_head
-        return torch.from_numpy(places_NG.reshape(-1)).to(kv.device)
+        places_NG = first_N[:, None] + of_heads_G
+        return torch.from_numpy(places_NG.reshape(-1)).to(self.kv[stage].device)
 
     def row_places(self, stage: str, slots: Sequence[int], ends: Sequence[tuple[int, int]]) -> RowPlaces:
         """Where the keys of rows are in each layer of a stage.
