@@ -15,6 +15,7 @@ from torch import Tensor
 from varlen import PAGE, check_both, on_pages, run, varlen_attn
 
 import alcoda
+from alcoda import show
 from alcoda.engine import paged
 from alcoda.engine.cache import Arena, Attends, RowStore, Span, bytes_per_token, up
 from alcoda.engine.engine import Engine, Options
@@ -219,15 +220,19 @@ def test_pages_are_reserved_whole_and_given_back() -> None:
         arena.reserve(21)
 
 
-def test_memory_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`alcoda capacity`, in pages: what is left holds so many, and not one more."""
     config, memory = small(n_heads=2).config, parse_size("200kB")
     plain = alcoda.capacity(config, memory, lengths=[PAGE + 2, 9], dtype="float32")
     assert plain.page_tokens == 1
+    show.print_capacity(plain)
+    assert "pages" not in capsys.readouterr().out
     on_pages(monkeypatch)
     found = alcoda.capacity(config, memory, lengths=[PAGE + 2, 9], dtype="float32")
     assert found.page_tokens == PAGE and {room.coda_keys for room in found.rooms} == {"at_exit", "per_loop"}
     assert found.weights_bytes == plain.weights_bytes
+    show.print_capacity(found)
+    assert f"in pages of {PAGE} tokens: a request takes whole pages" in capsys.readouterr().out
     kernel = paged_on(config, torch.float32, CPU).kernel
     assert kernel is not None
     for one in found.rooms:
@@ -362,7 +367,9 @@ def test_the_implementation_that_torch_uses_is_asked(monkeypatch: pytest.MonkeyP
         assert paged.implementation() == form
 
 
-def test_an_engine_and_its_benchmark_say_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_and_its_benchmark_say_what_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = small().config
     how: dict[str, Any] = {"shape": shape, "concurrency": [2], "tokens": 4, "prompt_tokens": 4, "rounds": 1}
     how |= {"dtype": "float32", "mean_depth": 2.0}
@@ -373,6 +380,12 @@ def test_an_engine_and_its_benchmark_say_what_runs(monkeypatch: pytest.MonkeyPat
     # Two requests of 7 tokens that are read, in two pages each.
     assert found.scores[0].cache_bytes == 2 * 2 * PAGE * bytes_per_token(shape, LOOPS, torch.float32, True)
     assert Engine(small(), Options(), dtype=torch.float64).attends == Attends("varlen")
+    on_pages(monkeypatch, call=broken("scale"))
+    found = alcoda.bench_engine(**how)
+    assert found.machine["attention"] == "sdpa"
+    show.print_bench(found)
+    said = capsys.readouterr().out
+    assert "attention sdpa" in said and found.machine["attention_reason"] in said
 
 
 @pytest.mark.parametrize(("dtype", "says"), [(torch.float64, "ALCODA_KERNELS is off"), (torch.float16, "float16")])
