@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -34,6 +36,16 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Allowed: {', '.join(allowed)}"
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra of alcoda needs: it is on no index, so one that pip did not install is
+    named by its checkout."""
+    try:
+        metadata.distribution("alcoda")
+    except metadata.PackageNotFoundError:
+        return f"pip install -e '{Path(__file__).parents[1]}[{extra}]'"
+    return f"pip install 'alcoda[{extra}]'"
 
 
 def some(names: Sequence[str], most: int = 8) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,12 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def serve(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, or a model that comes with alcoda.", metavar="[RUN]")
+        Path,
+        typer.Argument(
+            help="A run folder; a folder (config.json, safetensors, tokenizer.json) or file (GGUF, llama2.c) of "
+            "another project; or a model that comes with alcoda.",
+            metavar="[RUN]",
+        ),
     ] = Path("mini"),
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
@@ -31,7 +37,10 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="A web page of this origin may ask (CORS); *: any. Repeatable.", metavar="URL"),
+        typer.Option(
+            help="A web page of this origin may ask (CORS), and a proxy pass its name on as Host; *: any. Repeatable.",
+            metavar="URL",
+        ),
     ] = None,
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics needs no key.")] = False,
     max_waiting: Annotated[int, typer.Option(help="Completions that wait; above: 429.", min=0)] = 256,
@@ -61,12 +70,12 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Serve a model: OpenAI's API with depth as a dial, and a page. Ctrl-C lets requests end; twice: at once."""
-    from alcoda.errors import UsageError
+    from alcoda.errors import UsageError, install
 
     try:
         from alcoda import serving
     except ImportError as error:
-        raise UsageError(f"alcoda serve needs more ({error}); install it with: pip install 'alcoda[serve]'") from None
+        raise UsageError(f"alcoda serve needs more ({error}); install it with: {install('serve')}") from None
 
     keys = api_key or [key for key in os.environ.get(KEY, "").split(",") if key]
     server = serving.server(
@@ -111,3 +120,5 @@ def serve(
             say(f"no tiers: {note}")
 
     server.run(ready)
+    for number in (signal.SIGTERM, signal.SIGINT):  # it has ended as it was asked to: once more changes nothing
+        signal.signal(number, signal.SIG_IGN)

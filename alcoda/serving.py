@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alcoda.config import validate
+from alcoda.errors import UsageError
 from alcoda.serve.server import Server
 from alcoda.serve.settings import Policy, Settings
 
 if TYPE_CHECKING:
+    from alcoda.data.vocabulary import TokenizerConfig
     from alcoda.engine.llm import LM
 
 __all__ = ["Server", "server"]
+
+NO_TEXT = (
+    "{path} has no tokenizer, and a server answers texts: put the model's tokenizer.json beside its weights (a "
+    "tokenizer.model is to be converted first: transformers' AutoTokenizer.from_pretrained(FOLDER)"
+    ".save_pretrained(FOLDER)); a run that was imported without one is to be imported again. lm.logits(ids) needs none"
+)
 
 
 def server(
@@ -46,11 +54,28 @@ def server(
     found = validate(Settings, {name: _plain(value) for name, value in fields.items()}, "serve")
 
     def load() -> LM:
+        from alcoda.data.vocabulary import NoTokenizer
         from alcoda.engine.llm import LM, load
 
-        return run if isinstance(run, LM) else load(run, checkpoint, decode_only=decode_only)
+        is_loaded = isinstance(run, LM)
+        if isinstance(run.recipe.data.tokenizer if is_loaded else _tokenizer(run), NoTokenizer):
+            raise UsageError(NO_TEXT.format(path=run.loaded.run.path if is_loaded else run))
+        return run if is_loaded else load(run, checkpoint, decode_only=decode_only)
 
     return Server(load, found, dict(engine or {}))
+
+
+def _tokenizer(path: str | Path) -> TokenizerConfig:
+    """Of a run or a folder of another project; no weights are read."""
+    from alcoda.interop.foreign import is_foreign
+    from alcoda.interop.hub import find_folder
+    from alcoda.interop.load import open_any
+    from alcoda.interop.text import tokenizer_of
+    from alcoda.training.run import RunFolder
+
+    if is_foreign(path):
+        return tokenizer_of(open_any(find_folder(path)))[0]
+    return RunFolder.find(path).recipe().data.tokenizer
 
 
 def _plain(value: Any) -> Any:

@@ -99,6 +99,11 @@ class ExitTest:
     def _bounded(self, depth: int) -> int:
         return min(max(depth, self.bounds.min_loops), self.bounds.max_loops)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept of rows from loop to loop."""
+        return bool(self.bounds.horizon) or type(self).begin is not ExitTest.begin
+
     def start(self, h_ND: Tensor, where: Where) -> Kept:
         """What is kept of rows before their first loop: ``h_ND`` is their state, ``where`` what they are."""
         due_N = torch.zeros(len(h_ND), dtype=torch.bool, device=h_ND.device)

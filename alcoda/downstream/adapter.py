@@ -18,7 +18,7 @@ from alcoda.downstream.score import Answer, Scorer
 from alcoda.downstream.tasks import SOURCES, read_task
 from alcoda.engine.generated import Generated
 from alcoda.engine.llm import LM
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, install
 from alcoda.model.prefill import Tell
 
 try:
@@ -35,7 +35,7 @@ try:
     from lm_eval.tasks._yaml_loader import load_yaml
 except ImportError as error:
     raise UsageError(
-        f"tasks of lm-eval need it, version 0.4.13 or newer ({error}); install it with: pip install 'alcoda[harness]' "
+        f"tasks of lm-eval need it, version 0.4.13 or newer ({error}); install it with: {install('harness')} "
         "(CORE needs none: --tasks core)"
     ) from None
 

@@ -120,8 +120,15 @@ class Background:
             for completion in running:
                 self.cancel(completion)
 
-    def stop(self, drain: bool = False) -> None:
-        """End the thread; with ``drain`` once all that runs has ended, else all of it is cancelled."""
+    def stop(self, drain: bool = False, timeout_s: float | None = None) -> bool:
+        """End the thread; with ``drain`` once all that runs has ended, else all of it is cancelled.
+
+        Args:
+            timeout_s: to wait for that; None: as long as it takes.
+
+        Returns:
+            Whether it has ended.
+        """
         with self._change:
             self._stops = True
             if not drain:
@@ -129,7 +136,8 @@ class Background:
                     self.engine.cancel(completion)
             self._change.notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 
 from alcoda.engine.cache import bytes_per_token, up
-from alcoda.engine.paged import paged_on
+from alcoda.engine.engine import CACHE_TOKENS, Options
+from alcoda.engine.paged import kept_in, paged_on
 from alcoda.engine.refusals import check_serves
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy, caches
 from alcoda.model.config import ModelConfig
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import hold_in
+
+ROW_BYTES = 40
+"""Of a free row: a number in a list."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,49 @@ def capacity(
     return CapacityResult(
         memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, page_tokens, tuple(rooms)
     )
+
+
+def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.dtype, free_bytes: int | None) -> None:
+    """UsageError where an engine with these options could not get its memory, with what fits.
+
+    Only what the options ask for is looked at: the cache where ``cache_tokens`` says its size (else it is a part of
+    `alcoda.engine.engine.CACHE_TOKENS`, and taken as it is written), and the least that a token of a launch needs
+    (state and anchor in fp32 or finer are twice ``d_model`` numbers, logits ``vocab_size``).
+
+    Args:
+        dtype: of the passes.
+        free_bytes: beside the weights; None: not known.
+    """
+    if free_bytes is None:
+        return
+    config, held = model.config, kept_in(model, dtype)
+    size = bytes_per_token(config, n_loops, held, True, options.cache)
+    page_tokens = paged_on(config, held, model.embed.weight.device).page_tokens
+    n_tokens = up(options.cache_tokens or 0, page_tokens)
+    if n_tokens * size > free_bytes:
+        fits = free_bytes // (size * page_tokens) * page_tokens
+        raise UsageError(
+            f"cache_tokens={options.cache_tokens:,}: keys of so many tokens take {_gb(n_tokens * size)} ({size:,} "
+            f"bytes each) and {_gb(free_bytes)} of memory are free: {fits:,} fit at most"
+        )
+    left = free_bytes - n_tokens * size
+
+    def needs(width: int) -> int:
+        # A launch is as wide as tokens have room in the cache; one that is always full, as it may be.
+        launch = width if options.deterministic else min(width, n_tokens or max(CACHE_TOKENS, config.seq_len))
+        return ((options.places or width) + width) * (ROW_BYTES + 8 * config.d_model) + launch * 4 * config.vocab_size
+
+    if needs(options.width) > left:
+        fits = bisect_right(range(1, options.width), left, key=needs)
+        way = f"{fits:,} fit at most" if fits else "not one fits; lower cache_tokens" if n_tokens else "not one fits"
+        raise UsageError(
+            f"width={options.width:,}: launches of so many tokens take {_gb(needs(options.width))} or more, and "
+            f"{_gb(left)} of memory are free: {way}"
+        )
+
+
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:,.1f} GB"
 
 
 def _caches(config: ModelConfig) -> list[CachePolicy]:

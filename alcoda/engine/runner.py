@@ -163,6 +163,8 @@ class Runner:
             assert recall.m_BTD is not None
             self.recall.put(rows_N, [rows.own(x) for x in (recall.m_BTD, recall.x0_BTD, *recall.shared)])
         for test, index in _by_test(items):
+            if not test.keeps:
+                continue
             index_N, text_N, token_N = self._numbers([index, *zip(*(_where(items[i]) for i in index), strict=True)])
             bank = self.kept.setdefault(test, Bank(self.state.n_rows))
             bank.put(rows_N[index_N], test.start(state.h_BTD[index_N, 0], Where(text_N, token_N)))
@@ -224,10 +226,10 @@ class Runner:
 
             loop_N, from_ND, to_ND = told if some is None else (x[some] for x in told)
             seen = Seen(loop_N, from_ND, to_ND, logits)
-            bank = self.kept[test]
-            kept = tuple(bank.take(rows_N))
+            bank = self.kept.get(test)
+            kept = () if bank is None else tuple(bank.take(rows_N))
             leaves_N, _, now = test.exits(seen, kept)
-            if any(one is not before for one, before in zip(now, kept, strict=True)):
+            if bank is not None and any(one is not before for one, before in zip(now, kept, strict=True)):
                 bank.put(rows_N[: len(group)], [x[: len(group)] for x in now])
             if not found and CODA in self.arena.kv and group[0].completion.coda_per_loop:
                 logits()  # a recorded trace: those after it read the coda's keys of this loop

@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from alcoda.engine.background import Background
+from alcoda.engine.capacity import check_room
 from alcoda.engine.engine import Options
 from alcoda.engine.generated import Generated, Texts
 from alcoda.engine.request import Request
 from alcoda.errors import RunError, UsageError
+from alcoda.training.device import free_memory_bytes
 
 if TYPE_CHECKING:
     from alcoda.engine.llm import LM
@@ -27,10 +29,12 @@ class Service:
         loops: that any request may run; the model's own where None.
 
     Raises:
-        UsageError: a model that the engine cannot serve.
+        UsageError: a model that the engine cannot serve, options that take more memory than is free.
     """
 
     def __init__(self, lm: LM, options: Options = Options(), loops: int | None = None) -> None:
+        free_bytes = free_memory_bytes(lm.model.embed.weight.device)
+        check_room(lm.model, options, loops or lm.n_loops, lm.loaded.decode_dtype, free_bytes)
         self.lm = lm
         self.background = Background(lm.new_engine(options, loops))
 

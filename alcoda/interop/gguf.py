@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alcoda import progress
 from alcoda.data.chat_template import alone
-from alcoda.errors import RunError, UsageError
+from alcoda.errors import RunError, UsageError, install
 from alcoda.stderr import STDERR
 
 MAGIC = b"GGUF"
@@ -60,7 +60,7 @@ def read(path: Path) -> Read:
     if missing:
         raise UsageError(
             f"{path} is a GGUF file, which is read through transformers, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'alcoda[gguf]'"
+            f"{'is' if len(missing) == 1 else 'are'} not installed: {install('gguf')}"
         )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before it is imported: nothing is looked up
     transformers = import_module("transformers")

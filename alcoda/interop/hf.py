@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, install
 from alcoda.interop.hf_code import AUTO_MAP, write_code
 from alcoda.interop.hf_config import MODEL_TYPE
 from alcoda.interop.hf_model import AlcodaConfig
@@ -23,7 +23,7 @@ from alcoda.interop.text import build_tokenizer, find_tokenizer
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
-    raise UsageError(f"transformers 5 is needed ({error}): pip install 'alcoda[transformers]'") from None
+    raise UsageError(f"transformers 5 is needed ({error}): {install('transformers')}") from None
 
 
 class AlcodaForCausalLM(Portable):

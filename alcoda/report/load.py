@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, install
 from alcoda.files import disk
 from alcoda.report.svg import MUTED, dash, legend, marker, picture, series
 
@@ -26,7 +26,7 @@ def check_form(path: Path) -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'alcoda[report]'") from None
+        raise UsageError(f"--plot needs matplotlib: {install('report')}") from None
     return form
 
 

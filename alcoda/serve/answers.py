@@ -15,12 +15,11 @@ from alcoda.serve.call import Call
 from alcoda.serve.errors import ApiError, to_json
 from alcoda.serve.plan import make_plan, n_choices
 from alcoda.serve.protocol import ChatBody, CompletionBody, read
-from alcoda.serve.worker import Worker
+from alcoda.serve.worker import Worker, given_up
 
 LOG = logging.getLogger("alcoda.serve")
 LARGE = 1 << 16
 """Bytes of a body, above which it is read beside the event loop."""
-GONE = ApiError(503, "the client has left, or the server ends", code="cancelled")
 
 
 async def answer(worker: Worker, request: Request, form: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -31,7 +30,6 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
     """
     began_s = monotonic()
     worker.check_ready()
-    worker.request_begins()
     call: Call | None = None
     watch: asyncio.Task[None] | None = None
     is_streaming = False
@@ -46,7 +44,7 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
         except BaseException:
             worker.leave(n)
             raise
-        call = Call(worker, plan, began_s)
+        call = Call(worker, plan, began_s, request.state.cut)
         call.start()
         watch = asyncio.create_task(_watch(call, request.receive))
         await call.score()
@@ -66,7 +64,6 @@ async def answer(worker: Worker, request: Request, form: type[CompletionBody] | 
             if call is not None:
                 call.close()
                 worker.metrics.whole_s.observe(monotonic() - began_s)
-            worker.request_ends()
 
 
 async def _watch(call: Call, receive: Receive) -> None:
@@ -75,7 +72,7 @@ async def _watch(call: Call, receive: Receive) -> None:
     ends = asyncio.create_task(call.worker.gone())
     try:
         await asyncio.wait({left, ends}, return_when=asyncio.FIRST_COMPLETED)
-        call.cancel(GONE)
+        call.cancel(given_up())
     finally:
         left.cancel()
         ends.cancel()
@@ -140,4 +137,3 @@ class Events(Response):
             self.watch.cancel()
             self.call.close()
             self.call.worker.metrics.whole_s.observe(monotonic() - self.call.began_s)
-            self.call.worker.request_ends()

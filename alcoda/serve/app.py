@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from alcoda.errors import UsageError
 from alcoda.serve import page
 from alcoda.serve.answers import answer
 from alcoda.serve.errors import ApiError, json_response
-from alcoda.serve.gate import Gate
+from alcoda.serve.gate import Gate, needs_key
 from alcoda.serve.metrics import CONTENT_TYPE
-from alcoda.serve.protocol import ChatBody, CompletionBody, TokenizeBody, read
+from alcoda.serve.origin import Cross, Origins
+from alcoda.serve.protocol import ChatBody, CompletionBody, TokenizeBody, check_type, read
 from alcoda.serve.schema import documented
 from alcoda.serve.worker import Worker, described
 from alcoda.version import __version__
@@ -38,7 +38,7 @@ def make_app(worker: Worker) -> FastAPI:
 
     # A browser's question before the question has no key: what answers it stands before the gate.
     cross = Middleware(
-        CORSMiddleware,
+        Cross,
         allow_origins=list(settings.allow_origins),
         allow_methods=["GET", "POST"],
         allow_headers=["Authorization", "Content-Type"],
@@ -47,8 +47,8 @@ def make_app(worker: Worker) -> FastAPI:
         Gate,
         keys=settings.keys(),
         open_metrics=settings.open_metrics,
-        max_body_bytes=settings.max_body_bytes,
-        metrics=worker.metrics,
+        worker=worker,
+        origins=Origins(settings.host, settings.allow_origins),
     )
     app = FastAPI(
         title="alcoda",
@@ -64,7 +64,8 @@ def make_app(worker: Worker) -> FastAPI:
     _health(app, worker)
     _routes(app, worker)
     page.mount(app)
-    app.openapi = lambda: documented(app, get_openapi)  # pyrefly: ignore
+    is_locked = needs_key(settings.keys(), settings.open_metrics)
+    app.openapi = lambda: documented(app, get_openapi, is_locked)  # pyrefly: ignore
     return app
 
 
@@ -95,15 +96,17 @@ def _plain(headers: Mapping[str, str] | None) -> dict[str, str] | None:
 
 
 def _health(app: FastAPI, worker: Worker) -> None:
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", summary="Whether the process works, or may come to: where not, it is to be started anew.")
+    @app.api_route(
+        "/health",
+        methods=["GET", "HEAD"],
+        summary="Whether the process works, or may come to: else start it anew.",
+    )
     async def health() -> Response:
         if not worker.is_alive:
             raise ApiError(503, "the engine has stopped", code="stopped")
         return json_response({"status": "ok"})
 
-    @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", summary="Whether requests are taken now.")
+    @app.api_route("/ready", methods=["GET", "HEAD"], summary="Whether requests are taken now.")
     async def ready() -> Response:
         worker.check_ready()
         return json_response({"status": "ready", "models": list(worker.catalogue.models())})
@@ -123,6 +126,8 @@ def _health(app: FastAPI, worker: Worker) -> None:
 
 
 def _routes(app: FastAPI, worker: Worker) -> None:
+    is_json = [Depends(check_type)]
+
     @app.get("/v1/models", summary="One set of weights, a model for each tier.")
     async def models() -> Response:
         worker.check_ready()
@@ -134,15 +139,15 @@ def _routes(app: FastAPI, worker: Worker) -> None:
         worker.catalogue.tier_of(model)
         return json_response(next(one for one in described(worker) if one["id"] == model))
 
-    @app.post("/v1/completions", summary="What follows a prompt.")
+    @app.post("/v1/completions", dependencies=is_json, summary="What follows a prompt.")
     async def completions(request: Request) -> Response:
         return await answer(worker, request, CompletionBody)
 
-    @app.post("/v1/chat/completions", summary="What the assistant says next.")
+    @app.post("/v1/chat/completions", dependencies=is_json, summary="What the assistant says next.")
     async def chat(request: Request) -> Response:
         return await answer(worker, request, ChatBody)
 
-    @app.post("/tokenize", summary="The tokens of a text.")
+    @app.post("/tokenize", dependencies=is_json, summary="The tokens of a text.")
     async def tokenize(request: Request) -> Response:
         worker.check_ready()
         body = read(TokenizeBody, await request.body())
@@ -150,7 +155,10 @@ def _routes(app: FastAPI, worker: Worker) -> None:
         lm, tokenizer = worker.lm, worker.lm.tokenizer
 
         def encode() -> Response:
-            ids = [*([tokenizer.bos] if body.add_special_tokens else []), *tokenizer.encode(body.prompt).tolist()]
+            ids = [
+                *([tokenizer.bos] if body.add_special_tokens is not False else []),
+                *tokenizer.encode(body.prompt).tolist(),
+            ]
             texts = [tokenizer.decode_bytes([i]).decode(errors="replace") for i in ids]
             told = {"tokens": ids, "texts": texts, "count": len(ids), "max_model_len": lm.model.config.seq_len}
             return json_response(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from alcoda.errors import RunError, UsageError
 from alcoda.serve.errors import ApiError
 from alcoda.serve.plan import Plan
-from alcoda.serve.worker import Worker
+from alcoda.serve.worker import LET_GO_S, Worker, given_up
 
 if TYPE_CHECKING:
     from alcoda.engine.request import Completion
@@ -53,12 +54,14 @@ class Call:
 
     Attributes:
         began_s: when the HTTP request came.
+        cut: ends its connection, whatever is still to be sent.
         scores: of each prompt, where they are asked for.
     """
 
     worker: Worker
     plan: Plan
     began_s: float
+    cut: Callable[[], None]
     choices: list[Choice] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     _changed: list[Choice] = field(default_factory=list)
@@ -66,8 +69,10 @@ class Call:
     _n_left: int = 0
     _n_held: int = 0
     _jobs: list[Future[Any]] = field(default_factory=list)
+    _score: asyncio.Future[Any] | None = None
     _why: ApiError | None = None
     _timer: asyncio.TimerHandle | None = None
+    _cutter: asyncio.TimerHandle | None = None
 
     # -- begin and end ------------------------------------------------------------------------------------------------
 
@@ -105,26 +110,31 @@ class Call:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
 
     def cancel(self, why: ApiError) -> None:
-        """End it: nobody waits for the answer, or it took too long."""
-        self._why = self._why or why
+        """End it: nobody waits for the answer, or it took too long. Who does not even read that is cut off."""
+        if self._why is None:
+            self._why = why
+            self._cutter = asyncio.get_running_loop().call_later(LET_GO_S, self.cut)
         assert self.worker.service is not None
         for choice in self.choices:
             if choice.completion is not None and choice.finish is None:
                 self.worker.service.background.cancel(choice.completion)
         for job in self._jobs:
             job.cancel()
+        if self._score is not None:
+            self._score.cancel()
         self._wake()
 
     def close(self) -> None:
         """It was answered, or will not be."""
         self.worker.leave(self._n_held)
         self._n_held = 0
-        if self._timer is not None:
-            self._timer.cancel()
         if any(choice.completion is not None and choice.finish is None for choice in self.choices):
-            self.cancel(ApiError(503, "cancelled", code="cancelled"))
+            self.cancel(given_up())
         for job in self._jobs:
             job.cancel()
+        for timer in (self._timer, self._cutter):
+            if timer is not None:
+                timer.cancel()
 
     def _expire(self) -> None:
         self.cancel(
@@ -159,11 +169,11 @@ class Call:
                     raise ApiError(503, "the engine has stopped", code="stopped") from None
         self._jobs = list(known.values())
         for ids in plan.prompts:
-            future = asyncio.wrap_future(known[ids])
+            self._score = asyncio.wrap_future(known[ids])
             try:
-                self.scores.append(await future)
+                self.scores.append(await self._score)
             except asyncio.CancelledError:
-                if known[ids].cancelled():
+                if self._score.cancelled():
                     raise self._why or ApiError(503, "the engine has stopped", code="stopped") from None
                 raise
             except UsageError as error:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alcoda.serve.errors import ApiError
-from alcoda.serve.metrics import Metrics
+from alcoda.serve.origin import Origins
+from alcoda.serve.worker import Worker
 
 BODY_S = 30.0
-"""In which a body is to come."""
+"""In which a body is to come, where the deadline of requests is no shorter."""
 LINGER = 8
 """Times the largest body are read and thrown away before one that is larger is refused: who still writes when the
 connection closes never reads why."""
@@ -38,7 +38,8 @@ class Gate:
     Args:
         keys: that are let in, with the tier of each; none: everybody is.
         open_metrics: whether /metrics needs none.
-        max_body_bytes: of a request.
+        worker: which knows whether the server ends.
+        origins: which pages may ask.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class Gate:
         app: ASGIApp,
         keys: Mapping[str, str | None],
         open_metrics: bool,
-        max_body_bytes: int,
-        metrics: Metrics,
+        worker: Worker,
+        origins: Origins,
     ) -> None:
-        self.app, self.max_body_bytes, self.metrics = app, max_body_bytes, metrics
+        self.app, self.worker, self.origins = app, worker, origins
+        self.max_body_bytes = worker.settings.max_body_bytes
         self.keys = [(_digest(key), tier) for key, tier in keys.items()]
-        self.open = {*OPEN, *(["/metrics"] if open_metrics else [])}
+        self.needs_key = needs_key(keys, open_metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,19 +68,19 @@ class Gate:
             await send(message)
 
         try:
+            self.origins.check(dict(scope["headers"]))
             scope.setdefault("state", {})["tier"] = self._tier(scope)
             receive = await self._bounded(scope, receive)
-            await self.app(scope, receive, counted)
+            with self.worker.request():
+                await self.app(scope, receive, counted)
         except ApiError as error:
             await error.response()(scope, receive, counted)
         finally:
-            self.metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
+            self.worker.metrics.requests.labels(_endpoint(scope["path"]), str(status)).inc()
 
     def _tier(self, scope: Scope) -> str | None:
         """The default tier of a request's key; ApiError (401) where it has none that is known."""
-        path = scope["path"]
-        is_open = path in self.open or (path.startswith("/page/") and not path.endswith(".json"))
-        if not self.keys or is_open:
+        if not self.needs_key(scope["path"]):
             return None
         sent = _digest(_key(scope))
         found: list[str | None] = []
@@ -96,17 +98,19 @@ class Gate:
         return found[0]
 
     async def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """The whole body, read before the app runs; ApiError (413) where it is too long."""
+        """The whole body, read before the app runs; ApiError where it is too long (413) or late (408), or where the
+        server ends before it is there (503)."""
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
         parts: list[bytes] = []
         size, most = 0, self.max_body_bytes
+        limit_s = min(BODY_S, self.worker.settings.deadline_s or BODY_S)
         length = dict(scope["headers"]).get(b"content-length", b"")
         said = int(length[:20]) if length.isdigit() else 0
         if said > LINGER * most:
             raise self._too_large()
         try:
-            async with asyncio.timeout(BODY_S):
+            async with self.worker.body(limit_s):
                 while size <= LINGER * most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -119,7 +123,8 @@ class Gate:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            why = f"the body did not come within {BODY_S:g} s"
+            self.worker.check_not_ending()
+            why = f"the body did not come within {limit_s:g} s"
             raise ApiError(408, why, code="body_timeout", headers={"Connection": "close"}) from None
         if size > most:
             raise self._too_large()
@@ -141,6 +146,12 @@ class Gate:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+def needs_key(keys: Collection[str], open_metrics: bool) -> Callable[[str], bool]:
+    """Whether a path is answered to those only who have one of some keys; arguments as of `Gate`."""
+    free = {*OPEN, *(["/metrics"] if open_metrics else [])}
+    return lambda path: bool(keys) and path not in free and (not path.startswith("/page/") or path.endswith(".json"))
 
 
 def _digest(key: str) -> bytes:

@@ -101,7 +101,6 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: set logprobs to true too", param="top_logprobs")
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         echo, stops, ends = False, worker.chat.stops, worker.chat.stop_ids
     else:
         given = _prompts(body.prompt)
@@ -110,10 +109,10 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
                 _check_size(one, lm, "prompt")
         prompts = [lm.prompt_ids(one) for one in given]
         logprobs, stops, ends = body.logprobs, (), frozenset()
-        asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         echo = bool(body.echo)
+    asked, named = _asked(body)
     if asked == 0 and not echo:
-        raise ApiError(400, "max_tokens=0: without echo nothing is asked for", param="max_tokens")
+        raise ApiError(400, f"{named}=0: without echo nothing is asked for", param=named)
     if echo and logprobs is not None and lm.decodes_only:
         raise ApiError(
             400,
@@ -122,7 +121,7 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
             param="logprobs",
         )
     for ids in prompts:
-        _check_fits(ids, asked, lm.model.config.seq_len, isinstance(body, ChatBody))
+        _check_fits(ids, asked, named, lm.model.config.seq_len, isinstance(body, ChatBody))
     how = _how(body, stops, logprobs) | depth.how
     seq_len = lm.model.config.seq_len
     assert worker.service is not None
@@ -156,9 +155,18 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
 
 def _param(message: str, body: Common) -> str:
     """The field that a message of the engine is about: it begins with the name, or is about the prompt."""
-    found = re.match(r"[a-z_]+", message)
+    found = re.match(r"[a-z_]+(\.[a-z_]+)?", message)
     name = found[0] if found else ""
-    return name if name in type(body).model_fields else "messages" if isinstance(body, ChatBody) else "prompt"
+    is_field = name.partition(".")[0] in type(body).model_fields
+    return name if is_field else "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _asked(body: Common) -> tuple[int | None, str | None]:
+    """Tokens that are to follow (None: as many as the context holds), and the field that says so, if one does."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (asked := getattr(body, name)) is not None:
+            return asked, name
+    return (None if isinstance(body, ChatBody) else COMPLETION_TOKENS), None
 
 
 def _check_size(text: str, lm: LM, name: str) -> None:
@@ -200,18 +208,22 @@ def _prompts(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _check_fits(ids: Sequence[int], asked: int | None, seq_len: int, is_chat: bool) -> None:
-    """ApiError where a prompt and what is to follow are longer than the context."""
+def _check_fits(ids: Sequence[int], asked: int | None, named: str | None, seq_len: int, is_chat: bool) -> None:
+    """ApiError where a prompt and what is to follow (``named`` says so) are longer than the context."""
     name = "messages" if is_chat else "prompt"
-    least = 1 if asked is None else asked
-    if len(ids) + least > seq_len:
-        what = f"{len(ids)} tokens of {name} and {least} to follow"
-        raise ApiError(
-            400,
-            f"{what}, and this model's context holds {seq_len}: shorten {name}, or lower max_tokens",
-            param=name if len(ids) >= seq_len else "max_tokens",
-            code="context_length_exceeded",
-        )
+    least, room = 1 if asked is None else asked, seq_len - len(ids)
+    if least <= room:
+        return
+    what = f"{len(ids)} tokens of {name} and {least} to follow"
+    if room < 1 or asked is None:
+        way, param = f"shorten {name}", name
+    elif named is None:
+        way, param = f"shorten {name}, or set max_tokens to {room} or less", name
+    else:
+        way, param = f"shorten {name}, or lower {named} to {room} or less", named
+    raise ApiError(
+        400, f"{what}, and this model's context holds {seq_len}: {way}", param=param, code="context_length_exceeded"
+    )
 
 
 def _least(*numbers: float | None) -> float | None:

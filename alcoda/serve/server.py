@@ -10,15 +10,17 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from alcoda.errors import RunError, UsageError
 from alcoda.serve.app import make_app
 from alcoda.serve.settings import Settings
-from alcoda.serve.worker import Worker
+from alcoda.serve.worker import LET_GO_S, Worker
 
 if TYPE_CHECKING:
     from alcoda.engine.llm import LM
@@ -33,6 +35,28 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+class _Protocol(AutoHTTPProtocol):
+    """Uvicorn's, with two things more. A request can end its connection (``state["cut"]``): ASGI has no word for a
+    client that does not read. And of requests that wait behind each other the one at work is told when the client has
+    left; uvicorn tells only the last."""
+
+    _at_work: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "cut": transport.abort}  # pyrefly: ignore
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:  # not in uvicorn 0.36: there it is as it was
+        self._at_work = cycle
+        super()._start_asgi_task(cycle, app)  # pyrefly: ignore
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._at_work is not None and not self._at_work.response_complete:
+            self._at_work.disconnected = True
+            self._at_work.message_event.set()
 
 
 class Server:
@@ -102,16 +126,29 @@ class Server:
         """
         if self._socket is None:
             self.open()
-        self._run(told, signals=True)
+        signals = (signal.SIGTERM, signal.SIGINT)
+        # Not the loop's own handlers: they go before the loop does, and a signal then would kill what ends well.
+        before = {number: signal.signal(number, self._signalled) for number in signals}
+        try:
+            self._run(told)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         if self._failure is not None:
             raise self._failure
 
-    def _run(self, told: Callable[[Server], None], signals: bool) -> None:
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            raise KeyboardInterrupt
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self.end)
+
+    def _run(self, told: Callable[[Server], None]) -> None:
         # uvloop and httptools where they are installed: for the loop's thread a third less work a token.
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            runner.run(self._serve(told, signals))
+            runner.run(self._serve(told))
 
-    async def _serve(self, told: Callable[[Server], None], signals: bool) -> None:
+    async def _serve(self, told: Callable[[Server], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self.worker = Worker(self._load, self.settings, self._options)
         config = uvicorn.Config(
@@ -120,12 +157,9 @@ class Server:
             access_log=False,
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=5,
+            http=_Protocol,
         )
         self._uvicorn = _Uvicorn(config)
-        if signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self.end)
         opened = asyncio.create_task(self._opened(told))
         try:
             assert self._socket is not None
@@ -138,7 +172,8 @@ class Server:
         await self.worker.loaded.wait()
         if self.worker.failure is not None:
             self._failure = self.worker.failure
-            self._uvicorn.should_exit = True
+            self.end()
+            self.end()  # there is nobody to wait for
         elif self.worker.state == "ready":
             told(self)
 
@@ -149,11 +184,15 @@ class Server:
             self._ending = asyncio.ensure_future(self._end())
         else:
             self.worker.hurry()
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _end(self) -> None:
         await self.worker.drain(self.settings.drain_s)
+        # It waits for all that is written to be read, without an end, and then closes the worker.
         self._uvicorn.should_exit = True
+        await self.worker.gone()
+        await asyncio.sleep(LET_GO_S)
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
 
     # -- beside it ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +210,7 @@ class Server:
 
         def work() -> None:
             try:
-                self._run(lambda server: ready.set(), signals=False)
+                self._run(lambda server: ready.set())
             except BaseException as error:
                 self._failure = error
             finally:

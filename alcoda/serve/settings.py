@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from alcoda.config import Bool, Config, Float, NonNegativeInt, PositiveFloat, PositiveInt, validate
 from alcoda.errors import UsageError
 
 Key = Annotated[str, StringConstraints(min_length=1, pattern=r"^[\x21-\x7e]+$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
+
+
+def _origin(value: str) -> str:
+    value = value.lower()
+    # A browser compares to the letter: another form would never match, and nothing would say so.
+    if value not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", value):
+        raise ValueError(f"{value!r} is no origin: as a browser sends it, https://NAME or https://NAME:PORT; or *")
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
 
 
 class KeyPolicy(Config):
@@ -88,14 +100,15 @@ class Settings(Config):
         host, port: where it listens; port 0: a free one.
         name: of the model; null: of the run's folder.
         api_keys: that are let in; none, and the policy has none: everybody is.
-        allow_origins: web pages of other places that may ask, or ``*``.
+        allow_origins: web pages of other places that may ask, or ``*``; where it listens at this machine only, the
+            header Host may name them too.
         open_metrics: whether /metrics needs no key.
         max_waiting: completions that wait for a place.
         max_body_bytes: of a request.
         max_n: completions of a prompt.
         max_prompts: of a request.
         deadline_s: of a request, queue included; null: none.
-        drain_s: how long requests may go on after the first signal to end.
+        drain_s: how long requests may go on, and their answers be read, after the first signal to end.
         stall_s: of an engine with work that does not go on: then the server is not ready.
         audit: the share of finished requests that are rerun at full depth.
         loops: that a request may ask for; null: the model's own.
@@ -105,7 +118,7 @@ class Settings(Config):
     port: Annotated[NonNegativeInt, Field(le=65535)] = 8000
     name: Annotated[str, StringConstraints(pattern=r"^[^:\s]+$")] | None = None
     api_keys: tuple[Key, ...] = ()
-    allow_origins: tuple[str, ...] = ()
+    allow_origins: tuple[Origin, ...] = ()
     open_metrics: Bool = False
     max_waiting: NonNegativeInt = 256
     max_body_bytes: PositiveInt = 4 << 20

@@ -134,8 +134,11 @@ class Catalogue:
         n_loops = self._check(self._most(loops, self.max_loops, self.n_loops))
         how: dict[str, Any] = {"exit": exit.rule, "loops": n_loops, "min_loops": low}
         if rules()[exit.rule].short == "loops":  # the number is one of loops, not a threshold
-            if isinstance(threshold, list) or (threshold is not None and not threshold.is_integer()):
-                why = f"exit.threshold: {exit.rule} takes a whole number of loops"
+            if isinstance(threshold, list) or (
+                threshold is not None and not (threshold.is_integer() and 1 <= threshold <= n_loops)
+            ):
+                sent = f"a list of {len(threshold)}" if isinstance(threshold, list) else f"{threshold:g}"
+                why = f"exit.threshold={sent}: {exit.rule} takes a whole number of loops, from 1 to {n_loops}"
                 raise ApiError(400, why, param="exit.threshold")
             how |= {} if threshold is None else {"exit": f"{exit.rule}:{int(threshold)}"}
         else:
@@ -160,7 +163,7 @@ class Catalogue:
             return otherwise if loops is None else loops
         for name, bound in (("max", loops.max), ("min", loops.min)):
             if bound is not None and bound > limit:
-                raise ApiError(400, f"loops.{name}={bound}: {limit} loops run here at most", param="loops")
+                raise ApiError(400, f"loops.{name}={bound}: {limit} loops run here at most", param=f"loops.{name}")
         if loops.min is not None and loops.max is not None and loops.min > loops.max:
             raise ApiError(400, f"loops.min={loops.min} is above loops.max={loops.max}: swap them", param="loops")
         return loops.max or max(otherwise, loops.min or 1)

@@ -7,8 +7,9 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from alcoda.errors import UsageError
@@ -28,6 +29,10 @@ T = TypeVar("T")
 LOG = logging.getLogger("alcoda.serve")
 State = Literal["new", "loading", "ready", "draining", "failed"]
 RETRY_S = 1
+LET_GO_S = 1.0
+"""In which a client is to take the end of an answer that was given up; then its connection is cut."""
+STOP_S = 5.0
+"""In which the engine's thread is to end: its launch, or the job between two, goes on for so long at most."""
 TOKENIZERS = 2
 """Threads that read prompts."""
 
@@ -41,7 +46,7 @@ class Worker:
 
     Attributes:
         n_open: completions (and prompts that are scored) that were let in and have not ended.
-        n_requests: that are being answered.
+        n_requests: that are being answered, and came before the server was told to end.
         failure: why it does not work.
     """
 
@@ -63,6 +68,7 @@ class Worker:
         self._is_posted = False
         self._free = asyncio.Event()
         self._gone = asyncio.Event()
+        self._bodies: set[asyncio.Timeout] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +86,10 @@ class Worker:
         else:
             state = "ready"
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._opened, state)
+        if self._gone.is_set() and self.service is not None:  # the server ended meanwhile, and found none to stop
+            self.service.background.stop(timeout_s=STOP_S)
+        with suppress(RuntimeError):  # its loop too
+            self._loop.call_soon_threadsafe(self._opened, state)
 
     def _make(self) -> None:
         lm = self._load()
@@ -110,26 +119,30 @@ class Worker:
         self.loaded.set()
 
     async def drain(self, seconds: float) -> None:
-        """Let nobody in any more, and wait for those who are; after so many seconds they are cancelled."""
+        """Let nobody in any more, and wait for those who are; after so many seconds `hurry`."""
         self.state = "draining"
-        try:
-            async with asyncio.timeout(seconds):
-                while self.n_requests:
-                    self._free.clear()
-                    await self._free.wait()
-        except TimeoutError:
-            self.hurry()
+        loop = asyncio.get_running_loop()
+        for body in self._bodies:
+            if not body.expired():
+                body.reschedule(loop.time())
+        loop.call_later(seconds, self.hurry)
+        while self.n_requests and not self._gone.is_set():
+            self._free.clear()
+            await self._free.wait()
+        if self.n_requests:
+            LOG.warning("requests that had not ended and are given up: %d", self.n_requests)
 
     def hurry(self) -> None:
         """End what still runs."""
         self._gone.set()
+        self._free.set()
 
     async def close(self) -> None:
         """End the engine's thread; what still runs is cancelled."""
         self.state = "draining"
         self.hurry()
-        if self.service is not None:
-            await asyncio.to_thread(self.service.background.stop)
+        if self.service is not None and not await asyncio.to_thread(self.service.background.stop, timeout_s=STOP_S):
+            LOG.error("the engine's thread has not ended within %g s and is left behind", STOP_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- how it is ----------------------------------------------------------------------------------------------------
@@ -141,16 +154,20 @@ class Worker:
 
     def check_ready(self) -> None:
         """ApiError (503) where requests are not taken, with the reason."""
+        self.check_not_ending()
         if self.state != "ready":
-            text = {"draining": "the server is ending", "failed": "the model could not be loaded"}.get(
-                self.state, "the model is being loaded"
-            )
+            text = "the model could not be loaded" if self.state == "failed" else "the model is being loaded"
             raise ApiError(503, text, code=self.state, headers={"Retry-After": str(RETRY_S)})
         assert self.service is not None
         if not self.service.background.is_alive:
             raise ApiError(503, "the engine has stopped", code="stopped")
         if self.service.background.stalled_s > self.settings.stall_s:
             raise ApiError(503, "the engine does not go on", code="stalled", headers={"Retry-After": str(RETRY_S)})
+
+    def check_not_ending(self) -> None:
+        """ApiError (503) where the server ends."""
+        if self.state == "draining":
+            raise ApiError(503, "the server is ending", code="draining", headers={"Retry-After": str(RETRY_S)})
 
     @property
     def lm(self) -> LM:
@@ -188,15 +205,29 @@ class Worker:
         """So many have ended."""
         self.n_open -= n
 
-    def request_begins(self) -> None:
-        """One more request is being answered."""
-        self.n_requests += 1
+    @asynccontextmanager
+    async def body(self, seconds: float) -> AsyncGenerator[None]:
+        """A request's body is read. TimeoutError where it is not there in time, or as soon as the server ends."""
+        async with asyncio.timeout(0 if self.state == "draining" else seconds) as limit:
+            self._bodies.add(limit)
+            try:
+                yield
+            finally:
+                self._bodies.discard(limit)
 
-    def request_ends(self) -> None:
-        """One less."""
-        self.n_requests -= 1
-        if not self.n_requests:
-            self._free.set()
+    @contextmanager
+    def request(self) -> Generator[None]:
+        """One more request is being answered, to the last byte that is sent."""
+        if self.state == "draining":  # it is refused, and those who ask again and again do not keep the server
+            yield
+            return
+        self.n_requests += 1
+        try:
+            yield
+        finally:
+            self.n_requests -= 1
+            if not self.n_requests:
+                self._free.set()
 
     def audit(self, completion: Completion) -> None:
         """A completion has ended: it may be read again at full depth."""
@@ -208,8 +239,18 @@ class Worker:
         await self._gone.wait()
 
     async def read(self, job: Callable[[], T]) -> T:
-        """``job`` (texts into tokens) beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        """``job`` (texts into tokens) beside the event loop.
+
+        Raises:
+            ApiError: the server ended before its turn came.
+        """
+
+        def unless_gone() -> T:
+            if self._gone.is_set():
+                raise given_up()
+            return job()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, unless_gone)
 
     def post(self, act: Callable[[], None]) -> None:
         """Do something in the event loop; from the engine's thread. All that a launch posts wakes the loop once."""
@@ -226,6 +267,12 @@ class Worker:
         self._is_posted = False
         while self._posts:
             self._posts.popleft()()
+
+
+def given_up() -> ApiError:
+    """What the request of a client is that has left, or of a server that ends. (A new one each: an error that is raised
+    keeps what it was raised in.)"""
+    return ApiError(503, "the client has left, or the server ends", code="cancelled")
 
 
 def new_id(prefix: str) -> str:

@@ -119,6 +119,22 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What may still be taken on a device: of a CPU, what the system says is available, within the limit of the
+    process's control group; None where it says nothing (only Linux does)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    try:
+        return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no limit ("max"), or no such group
+        return free
+
+
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The machine, for the record of a run."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_stopping(drain: bool) -> None:
     made.check_idle()
     with pytest.raises(RuntimeError, match="has stopped"):
         background.submit(Request((1,), 2), told.append)
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
+    goes, begins, background = threading.Event(), threading.Event(), Background(engine())
+    with background:
+        background.call(lambda: (begins.set(), goes.wait(60)))
+        assert begins.wait(60)
+        assert not background.stop(timeout_s=0.05) and background.is_alive
+        goes.set()
+        assert background.stop(timeout_s=60) and not background.is_alive
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:

@@ -14,6 +14,7 @@ import alcoda
 from alcoda.bench import ACCEPTANCE, DRAFT_LOOPS
 from alcoda.depth.record import Trace
 from alcoda.depth.rules import StateChange
+from alcoda.depth.watch import Bounds, Kept, Seen, StateTest
 from alcoda.engine import bench as bench_module
 from alcoda.engine.bench import Spread, bench
 from alcoda.engine.decode import decode
@@ -22,6 +23,7 @@ from alcoda.engine.stats import Stats, Stopwatch, flop_bound
 from alcoda.engine.workload import (
     MODES,
     REQUESTS,
+    RULE,
     SLICES,
     UNIFORM,
     Decoding,
@@ -303,6 +305,32 @@ def test_tokens_are_the_same_where_they_must_be(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_module, "timed", broken)
     found = bench(work(), [1], 1, what="tiny", depths="drawn", deterministic=True)
     assert found.tokens_differ == ["wavefront and fixed at concurrency 1"]
+
+
+def test_the_rule_itself_gives_what_its_record_gives() -> None:
+    """The modes that ask it run the same loops of the same tokens, and spend time on asking."""
+    asked: list[int] = []
+
+    class Watched(StateTest):
+        def score(self, seen: Seen, kept: Kept) -> tuple[torch.Tensor, Kept]:
+            asked.append(len(seen.h_ND))
+            return super().score(seen, kept)
+
+    one = work(acceptance=None)
+    test = Watched(one.model, Bounds(1, LOOPS, 0, (0.9,) * LOOPS))
+    depths = record(one.engine(BY_NAME["refill"], 2), one.prompts, N_NEW, test)
+    assert len(depths.depths_BT.unique()) > 1
+    one, n_asked = replace(one, trace=depths, rule=test), []
+    for name in ("refill", "rule", "refill_wavefront", "rule_wavefront"):
+        asked.clear()
+        mode = next(mode for mode in (*MODES, *RULE) if mode.name == name)
+        found = timed(one, mode, 2, deterministic=True)
+        n_asked.append(len(asked))
+        assert found.tokens == timed(one, BY_NAME["refill"], 2, deterministic=True).tokens
+        assert found.stats.loops == timed(one, BY_NAME["refill"], 2).stats.loops
+    assert n_asked[0] == n_asked[2] == 0 < min(n_asked[1], n_asked[3])
+    names = [score.mode for score in bench(one, [1], 1, what="tiny", depths="of a rule").scores]
+    assert names == [*NAMES, "rule", "rule_wavefront"]
 
 
 def test_scripted_tokens_are_compared_by_what_the_model_says() -> None:

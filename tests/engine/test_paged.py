@@ -18,6 +18,7 @@ import alcoda
 from alcoda import show
 from alcoda.engine import paged
 from alcoda.engine.cache import Arena, Attends, RowStore, Span, bytes_per_token, up
+from alcoda.engine.capacity import check_room
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.kernels import row_attention
 from alcoda.engine.paged import FA2, PagedArena, PagedAttention, PageTables, arena_of, paged_on, room
@@ -246,6 +247,20 @@ def test_memory_is_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             assert (found.weights_bytes + held <= memory) == (n_tokens == one.n_tokens)
         # Of requests that read PAGE + 1 and 8 tokens.
         assert one.requests == {PAGE + 2: one.n_tokens // (2 * PAGE), 9: one.n_tokens // (2 * PAGE)}
+
+
+def test_a_cache_beyond_the_memory_is_refused_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    size = bytes_per_token(model.config, LOOPS, torch.float64, True)
+    how: tuple[Any, ...] = (model, Options(1, cache_tokens=3 * PAGE - 1), LOOPS, torch.float64)
+    rest = 100_000  # of a launch
+    check_room(*how, (3 * PAGE - 1) * size + rest)
+    with pytest.raises(UsageError, match=rf"cache_tokens={3 * PAGE - 1}: .* {3 * PAGE - 2} fit at most"):
+        check_room(*how, (3 * PAGE - 1) * size - 1)
+    on_pages(monkeypatch)
+    check_room(*how, 3 * PAGE * size + rest)
+    with pytest.raises(UsageError, match=rf"cache_tokens={3 * PAGE - 1}: .* {2 * PAGE} fit at most"):
+        check_room(*how, 3 * PAGE * size - 1)
 
 
 def test_a_cache_that_is_not_set_has_whole_pages_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign import OURO, ouro_weights, write_folder
 from serving import web
 from typer.testing import CliRunner
 
+import alcoda
 from alcoda.cli import app
 from alcoda.errors import RunError, UsageError
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -50,15 +56,50 @@ def test_a_process_from_its_start_to_its_end() -> None:
         assert process.wait(60) == 0
 
 
-@pytest.mark.slow
-def test_two_signals_end_it_at_once() -> None:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it said on stderr."""
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    "first", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
+def test_two_signals_end_it_at_once(first: signal.Signals) -> None:
     with started("--drain", "600") as (process, told):
-        body = {"prompt": "Once", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
+        body = {"prompt": ["Once"] * 16, "n": 8, "max_tokens": 120, "ignore_eos": True, "stream": True}
         with web.stream("POST", told["url"] + "/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # where none holds it, the connection is closed
+            assert "data: " in next(lines)
+            process.send_signal(first)
+            while web.get(told["url"] + "/ready").status_code == 200:
+                pass
+            began_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            assert ended(process) == (0, "requests that had not ended and are given up: 1\n")
+            assert time.monotonic() - began_s < 20, "the 600 s are not waited for"
+
+
+def test_signals_while_it_ends_change_nothing() -> None:
+    with started() as (process, _):
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert ended(process) == (0, "")
+
+
+def test_a_signal_while_the_model_loads() -> None:
+    command = [sys.executable, "-m", "alcoda", "serve", "mini", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        assert "loading mini" in process.stderr.readline()
+        time.sleep(0.1)  # it may still have to begin to watch for signals: then they end it by 130
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def refused(*arguments: str) -> UsageError | RunError:
@@ -86,10 +127,54 @@ def test_a_port_that_is_taken() -> None:
         (("mini", "--api-key", "a b"), "api_keys"),
         (("mini", "--cache", "none"), "cache"),
         (("mini", "--checkpoint", "step_1"), "step_1"),
+        (("mini", "--width", "100000000"), "width=100,000,000: launches of so many tokens take"),
+        (("mini", "--cache-tokens", "100000000000"), "cache_tokens=100,000,000,000: keys of so many tokens take"),
+        (("mini", "--allow-origin", "a.example"), "allow_origins"),
     ],
 )
 def test_what_cannot_be_served(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in str(refused(*arguments, "--port", "0"))
+
+
+def test_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before weights are read, with what is missing and where it goes."""
+    folder = write_folder(tmp_path / "theirs", OURO, ouro_weights())
+    imported = alcoda.import_model(folder, tmp_path / "run").path
+    monkeypatch.setattr("alcoda.engine.llm.load", lambda *_, **how: pytest.fail("weights were read"))
+    for path in (folder, imported):
+        said = str(refused(str(path), "--port", "0"))
+        assert said.startswith(f"{path} has no tokenizer") and "tokenizer.json beside its weights" in said
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="has no tokenizer"), alcoda.server(alcoda.load(folder), port=0):
+        pass
+
+
+def test_a_folder_of_another_project_is_served(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "theirs", OURO, ouro_weights(), tokenizer=True)
+    with alcoda.server(folder, port=0, engine={"width": 2}) as made:
+        body = {"prompt": "a", "max_tokens": 2}
+        assert web.post(made.url + "/v1/completions", json=body, timeout=60).json()["model"] == "theirs"
+
+
+def test_help_says_what_is_served() -> None:
+    said = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output.split())
+    for word in ("run folder", "another project", "GGUF", "tokenizer.json", "comes with alcoda"):
+        assert word in said
+
+
+def test_what_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on no index: what pip has not installed is installed out of its checkout."""
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for name in [name for name in sys.modules if name in ("alcoda.serving", "alcoda.serve.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(alcoda, "serving", raising=False)
+
+    def none(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    for found, says in ((lambda name: None, "pip install 'alcoda[serve]'"), (none, f"pip install -e '{ROOT}[serve]'")):
+        monkeypatch.setattr(metadata, "distribution", found)
+        assert says in str(refused("mini"))
 
 
 def test_everybody_elsewhere_is_a_warning() -> None:

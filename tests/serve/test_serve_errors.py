@@ -11,9 +11,11 @@ import openai
 import pytest
 from serving import NAME, WAIT_S, ask, web
 
+from alcoda.serve.protocol import ChatBody, CompletionBody
 from alcoda.serve.server import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+IS_JSON = {"Content-Type": "application/json"}
 
 
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -44,7 +46,18 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("max_tokens", "5", "valid integer"),
         ("max_tokens", 2.5, "valid integer"),
         ("max_tokens", True, "valid integer"),
-        ("max_tokens", 10**30, "context"),
+        ("max_tokens", 10**15, "lower max_tokens to 91 or less"),
+        ("max_tokens", 10**30, "less than or equal to 9223372036854775807"),
+        ("max_tokens", 1e308, "less than or equal to 9223372036854775807 (got 1e+308)"),
+        ("max_completion_tokens", 92, "lower max_completion_tokens to 91 or less"),
+        ("max_completion_tokens", 0, "max_completion_tokens=0: without echo"),
+        ("max_completion_tokens", "5", 'valid integer (got "5")'),
+        ("model", "m" * 5000, "at most 256 characters"),
+        ("model", 5, "valid string (got 5)"),
+        ("stream_options", 5, "an object (got 5)"),
+        ("stream_options", {"include_usage": 1}, "valid boolean"),
+        ("top_k", 10**400, "less than or equal to"),
+        ("prompt", [10**400], "a list of token ids"),
         ("temperature", -0.1, "greater than or equal to 0"),
         ("temperature", "hot", "valid number"),
         ("top_p", 0, "greater than 0"),
@@ -66,26 +79,42 @@ def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("logit_bias", {"5": 101}, "less than or equal to 100"),
         ("logit_bias", {"99999": 1}, "no token 99999"),
         ("loops", 0, "a whole number from 1"),
-        ("loops", {"least": 1}, "a whole number from 1"),
+        ("loops", {"least": 1}, "loops.least: there is no such field"),
         ("loops", {"min": 3, "max": 2}, "swap them"),
         ("loops", {"min": 9}, "4 loops run here at most"),
         ("loops", 9, "runs 4 at most"),
+        ("loops", 1e308, "a whole number from 1"),
+        ("loops", {"min": 0}, "loops.min: Input should be greater than or equal to 1 (got 0)"),
+        ("loops", {"max": True}, "loops.max: Input should be a valid integer"),
+        ("loops", {"max": 1e308}, "loops.max: Input should be less than or equal to"),
         ("exit", "fats", "did you mean 'fast'"),
         ("exit", {"rule": "trace", "threshold": 1}, "unknown rule 'trace'"),
         ("exit", {"rule": "gate", "threshold": 0.5}, "no exit gate"),
         ("exit", {"rule": "state", "threshold": [0.1]}, "1 numbers and 4 loops"),
         ("exit", {"rule": "argmax_stable", "threshold": 1.5}, "whole number of loops"),
+        ("exit", {"rule": "argmax_stable", "threshold": 1e308}, "exit.threshold=1e+308: argmax_stable takes a whole"),
+        ("exit", {"rule": "fixed", "threshold": 0}, "exit.threshold=0: fixed takes a whole number of loops, from 1 to"),
+        ("exit", {"rule": "fixed", "threshold": 9}, "exit.threshold=9: fixed takes a whole number of loops, from 1 to"),
+        ("exit", {"rule": "fixed", "threshold": [1, 2]}, "exit.threshold=a list of 2: fixed takes"),
+        ("exit", {"rule": "state", "threshold": -1}, "exit.threshold: a number of at least 0, or a list"),
+        ("exit", {"rule": "state", "threshold": [None] * 4}, "exit.threshold: a number of at least 0, or a list"),
+        ("exit", {"rule": "state", "treshold": 1}, "exit.treshold: there is no such field; did you mean 'threshold'"),
+        ("exit", {"rule": 5}, "exit.rule: Input should be a valid string (got 5)"),
+        ("exit", {}, "exit.rule: it is needed"),
         ("exit", 5, "the name of a tier"),
         ("timeout", 0, "greater than 0"),
         ("best_of", 3, "at most n=1"),
+        ("best_of", 2.0, "at most n=1"),
+        ("best_of", 1e308, "less than or equal to"),
+        ("best_of", "2", "valid integer"),
         ("suffix", "end", "does not support"),
         ("tools", [{"type": "function"}], "does not support"),
     ],
 )
 def test_a_field_that_cannot_be(server: Server, field: str, value: object, message: str) -> None:
     body = json.dumps({"prompt": "What", field: value})
-    error = refused(web.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 400)
-    assert message in error["message"], error
+    error = refused(web.post(server.url + COMPLETIONS, content=body, headers=IS_JSON, timeout=WAIT_S), 400)
+    assert message in error["message"] and len(error["message"]) < 400, error
     assert error["code"] and error["param"].split(".")[0] == field, error
 
 
@@ -94,14 +123,17 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object, messa
     [
         ("messages", [], "at least 1 item"),
         ("messages", [{"role": "owner", "content": "a"}], "messages.0.role"),
-        ("messages", [{"role": "user"}], "messages.0: it is needed"),
+        ("messages", [{"role": "user"}], "messages.0.content: it is needed"),
         ("messages", [{"role": "user", "content": []}], "messages.0"),
         ("messages", [{"content": "a"}], "messages.0.role: it is needed"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
         ("messages", [{"role": "assistant", "tool_calls": [{}]}], "tools are not supported"),
         ("messages", [{"role": "user", "content": "x" * 200}], "context holds 96"),
         ("messages", [{"role": "user", "content": "x" * 100}] * 100, "a text of 10099 characters"),
+        ("messages", [5], "messages.0: Input should be an object (got 5)"),
         ("top_logprobs", 2, "set logprobs to true"),
+        ("max_completion_tokens", 5000, "or lower max_completion_tokens to"),
+        ("best_of", 2, "at most n=1"),
         ("response_format", {"type": "json_object"}, "does not support"),
         ("functions", [{}], "does not support"),
         ("tool_choice", "required", "does not support"),
@@ -121,7 +153,9 @@ def test_a_field_of_a_chat_that_cannot_be(server: Server, field: str, value: obj
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
 def test_no_json(server: Server, path: str, body: bytes) -> None:
-    assert refused(web.post(server.url + path, content=body, timeout=WAIT_S), 400)["code"] == "invalid_json"
+    answer = web.post(server.url + path, content=body, headers=IS_JSON, timeout=WAIT_S)
+    error = refused(answer, 400)
+    assert error["code"] == "invalid_json" and "sys." not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -159,17 +193,44 @@ def test_more_than_the_context(client: openai.OpenAI, server: Server) -> None:
 def test_more_than_the_body_may_have(server: Server) -> None:
     most = server.settings.max_body_bytes
     body = b'{"prompt": "' + b"a" * most + b'"}'
-    assert refused(web.post(server.url + COMPLETIONS, content=body, timeout=WAIT_S), 413)["code"] == "request_too_large"
+    assert (
+        refused(web.post(server.url + COMPLETIONS, content=body, headers=IS_JSON, timeout=WAIT_S), 413)["code"]
+        == "request_too_large"
+    )
 
     def parts() -> Any:
         for at in range(0, len(body), 1 << 16):
             yield body[at : at + (1 << 16)]
 
     try:
-        answer = web.post(server.url + COMPLETIONS, content=parts(), timeout=WAIT_S)
+        answer = web.post(server.url + COMPLETIONS, content=parts(), headers=IS_JSON, timeout=WAIT_S)
     except httpx.WriteError:
         return  # it was told while it still sent
     refused(answer, 413)
+
+
+def test_null_is_what_was_not_sent(server: Server) -> None:
+    plain = ask(server)["choices"]
+    fields = set(CompletionBody.model_fields) - {"prompt", "max_tokens", "temperature"}
+    assert len(fields) > 20
+    assert ask(server, **dict.fromkeys(fields))["choices"] == plain
+    assert ask(server, stream_options={"include_usage": None})["choices"] == plain
+    assert ask(server, loops={"min": None, "max": None})["choices"] == plain
+    message = {"role": "user", "content": "Hi", "name": None}
+    ask(server, CHAT, messages=[message], **dict.fromkeys(set(ChatBody.model_fields) - {"messages"}))
+    told = ask(server, "/tokenize", prompt="Hi")
+    assert ask(server, "/tokenize", prompt="Hi", add_special_tokens=None, model=None) == told
+    assert ask(server, "/tokenize", prompt="Hi", add_special_tokens=False)["tokens"] == told["tokens"][1:]
+
+
+def test_max_completion_tokens_is_max_tokens(server: Server) -> None:
+    plain = ask(server, max_tokens=3, ignore_eos=True)
+    assert plain["usage"]["completion_tokens"] == 3
+    for more in ({"max_tokens": None}, {"max_tokens": 8}):
+        assert ask(server, **more, max_completion_tokens=3, ignore_eos=True)["choices"] == plain["choices"]
+    error = refused(web.post(server.url + COMPLETIONS, json={"prompt": "W" * 90}), 400)
+    assert "set max_tokens to 5 or less" in error["message"]
+    assert error["param"] == "prompt", "a field that was not sent is not the fault"
 
 
 def test_what_does_no_harm_is_ignored(server: Server) -> None:
@@ -200,7 +261,7 @@ def test_a_failure_of_the_server_is_told(server: Server, monkeypatch: pytest.Mon
 def test_the_schema_names_every_status(server: Server) -> None:
     schema = web.get(server.url + "/openapi.json").json()
     assert set(schema["paths"]["/v1/completions"]["post"]["responses"]) == {
-        "200", "400", "401", "404", "408", "413", "429", "500", "503"
+        "200", "400", "403", "404", "408", "413", "415", "429", "500", "503"
     }  # fmt: skip
     text = json.dumps(schema)
     names = {name.split('"')[0] for name in text.split("#/components/schemas/")[1:]}
@@ -236,7 +297,7 @@ def test_a_body_that_does_not_come(server: Server, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("alcoda.serve.gate.BODY_S", 0.05)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         said = b""
         while part := connection.recv(4096):
             said += part

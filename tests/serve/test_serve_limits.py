@@ -136,7 +136,7 @@ def test_half_a_body(small: Server) -> None:
     """Who says more than comes is no request, and holds nothing."""
     host, port = small.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     ask(small, max_tokens=1)
     assert small.worker.n_requests == 0
 

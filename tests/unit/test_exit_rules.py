@@ -168,6 +168,40 @@ def test_fixed_and_trace_count_down() -> None:
     assert [leaves for leaves, _ in watch(built(TraceRule(), given=trace), [[1, 0]] * 4)] == [False, False, True]
 
 
+def leaves_first(test: ExitTest, position: int) -> int:
+    """After which loop the token at a position of row 0 leaves, by asking after each."""
+    h, at = torch.ones(1, 2, dtype=torch.float64), Where(torch.tensor([0]), torch.tensor([position]))
+    kept = test.start(h, at)
+    for loop in range(1, R + 1):
+        leaves, _, kept = test.exits(Seen(loop, h, h, lambda: h), kept)
+        if leaves:
+            return loop
+    raise AssertionError("it stays")
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (2, None), (None, 2), (3, 3)])
+def test_a_depth_that_is_known_beforehand_is_the_one_found_by_asking(bounds: tuple[int | None, int | None]) -> None:
+    trace = Trace(torch.tensor([[3, 1, 0, R]]), R, "at_exit")
+    tests = [built(Fixed(loops=n)) for n in range(1, R + 1)] + [built(NEVER), built(TraceRule(), given=trace)]
+    for test in (one.within(*bounds) for one in tests):
+        for position in range(4):
+            assert test.known(0, position) == leaves_first(test, position)
+    assert tests[-1].known(0, 0) != tests[-1].known(0, 1), "it is the token's own"
+
+
+@pytest.mark.parametrize("kind", sorted(set(rules()) - {"fixed", "trace", "probe"}))
+def test_a_rule_that_looks_at_loops_knows_nothing_beforehand(kind: str) -> None:
+    assert built(rules()[kind].model_validate({"kind": kind})).known(0, 0) is None
+
+
+@pytest.mark.parametrize("kind", sorted(set(rules()) - {"trace", "probe"}))
+@pytest.mark.parametrize("horizon", [0, 1])
+def test_a_rule_says_whether_it_keeps_anything(kind: str, horizon: int) -> None:
+    fields = {"horizon": horizon} if "horizon" in rules()[kind].model_fields else {}
+    test, h = built(rules()[kind].model_validate({"kind": kind} | fields)), torch.ones(1, 2, dtype=torch.float64)
+    assert test.keeps == bool(test.start(h, Where(torch.tensor([0]), torch.tensor([0]))))
+
+
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 STILL: list[list[float]] = [[1, 0]] * 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from alcoda.errors import RunError, UsageError, did_you_mean
+from alcoda.errors import RunError, UsageError, did_you_mean, install
 
 CONNECT_S = 10.0
 """For a connection, and for the list of models."""
@@ -72,7 +72,7 @@ class Client:
         try:
             import httpx
         except ImportError as error:
-            raise UsageError("a load needs httpx: pip install 'alcoda[serve]'") from error
+            raise UsageError(f"a load needs httpx: {install('serve')}") from error
         self.url = base_url(url)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         if key is not None and not (key.isascii() and key.isprintable()):

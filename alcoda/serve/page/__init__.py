@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from alcoda.serve.errors import json_response
 
@@ -29,12 +30,17 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
+    "Accept-Ranges": "none",
 }
 PROMPTS = ("Once upon a time", "The old king")
 
 
 class _Files(StaticFiles):
-    """Static files with the page's headers."""
+    """Static files with the page's headers, always whole: a range that is wrong would be an error of another form."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        scope["headers"] = [one for one in scope["headers"] if one[0] != b"range"]
+        return await super().get_response(path, scope)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         answer = super().file_response(*args, **kwargs)
