@@ -157,7 +157,8 @@ def capacity(
         model: a run, a recipe (or its name), or a bare model.
         loops: that a token may run; ``n_loops`` where None.
         lengths: tokens of a request, prompt and new ones; the whole context where empty.
-        dtype: of weights and cache: bfloat16, float32, or auto: what the engine decodes in on this machine.
+        dtype: of weights and cache: bfloat16, float32, or auto: what the engine decodes in on this machine. The cache
+            is that of the device at hand.
         settings, overlays: of a recipe that is named, as of `load_recipe`.
 
     Raises:
@@ -176,17 +177,16 @@ def capacity(
             )
             raise error if is_run else UsageError(neither) from None
         model = load_recipe(file, settings, overlays)
+    on = pick_device()
     if isinstance(model, LM):
         decodes_in = model.loaded.decode_dtype if dtype == "auto" else DTYPES[dtype]
-        return _capacity(
-            model.recipe.model, memory_bytes, loops, lengths, decodes_in, model.loaded.run.path.resolve().name
-        )
+        what = model.loaded.run.path.resolve().name
+        return _capacity(model.recipe.model, memory_bytes, loops, lengths, decodes_in, on, what)
     config = model.model if isinstance(model, Recipe) else model
     if isinstance(model, Recipe) and dtype == "auto" and model.train.dtype == "float32":
         dtype = "float32"
-    on = pick_device()
     decodes_in = decode_dtype(dtype, pick_dtype(dtype, on), on, config)
-    return _capacity(config, memory_bytes, loops, lengths, decodes_in, what)
+    return _capacity(config, memory_bytes, loops, lengths, decodes_in, on, what)
 
 
 def export(

@@ -12,6 +12,7 @@ from alcoda.depth.tiers import Tiers, command
 from alcoda.engine.bench import BenchResult, bench
 from alcoda.engine.engine import Engine, Options
 from alcoda.engine.llm import LM, load
+from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_serves
 from alcoda.engine.workload import REQUESTS, Script, Work, record, spread_depths
 from alcoda.errors import UsageError
@@ -133,7 +134,9 @@ def bench_engine(
         found = loaded.exit(exit or EXIT, loops)
         n_loops, told = found.test.n_loops, f"of exit {exit or EXIT}"
         options = Options(
-            width=width or max(Options.width, places), places=places, cache_tokens=places * (n_prompt + n_new)
+            width=width or max(Options.width, places),
+            places=places,
+            cache_tokens=room(model, runs_in, [n_prompt + n_new] * places),
         )
         engine = Engine(model, options, n_loops=n_loops, dtype=runs_in, n_vocab=n_vocab)
         rule = found.test

@@ -291,7 +291,7 @@ def print_bench(found: Any) -> None:
     title = (
         f"{found.what}: prompts of {found.prompt_tokens} tokens and {found.tokens} new ones, {found.loops} loops, "
         f"depths {found.depths}: mean {found.mean_depth:.2f}; {machine['name']}, {machine['threads']} threads, "
-        f"computed in {machine['dtype']}"
+        f"computed in {machine['dtype']}, attention {machine['attention']}"
     )
     print_table(head, rows, title, n_left=2)
     print(
@@ -299,6 +299,8 @@ def print_bench(found: Any) -> None:
         f"{found.held_bytes / 1e6:,.1f} MB with what the engine lays out of them in {machine['dtype']}; "
         f"the process at most {found.peak_memory_bytes / 1e6:,.0f} MB"
     )
+    if machine["attention_reason"]:
+        print(f"attention {machine['attention']}: {machine['attention_reason']}")
     if found.simulated:
         share = f"{found.acceptance:g}"
         print(f"random weights: tokens are scripted, and the share of drafts that are right, {share}, is simulated")
@@ -330,6 +332,8 @@ def print_capacity(found: Any) -> None:
         f"at {loops}; a request is its prompt and its new tokens. Weights and cache alone are counted, weights once: a "
         "CPU's engine lays them out once more, where it is not loaded to decode only"
     )
+    if found.page_tokens > 1:
+        print(f"the cache is in pages of {found.page_tokens} tokens: a request takes whole pages")
     if found.keys == "anchor":
         print("keys anchor: all loops read one slot, so every cache is the same")
 

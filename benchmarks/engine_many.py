@@ -32,6 +32,7 @@ from torch import Tensor
 from alcoda.depth.rules import ExitRule, read_rule
 from alcoda.engine.decode import decode
 from alcoda.engine.engine import Engine, Options
+from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_drafts
 from alcoda.engine.request import Completion, Request
 from alcoda.engine.sampling import Sampling
@@ -209,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageError:
         draft_loops = None
     places = options.width
-    how = Options(options.width, places, cache_tokens=places * (options.prompt + options.new), draft_loops=draft_loops)
+    cache_tokens = room(model, torch.float64, [options.prompt + options.new] * places)
+    how = Options(options.width, places, cache_tokens=cache_tokens, draft_loops=draft_loops)
     engine = Engine(model, how, dtype=torch.float64, n_vocab=n_vocab)
     began = time.perf_counter()
     with engine.runner.passes():

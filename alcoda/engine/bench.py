@@ -89,6 +89,7 @@ class BenchResult:
         params, weights_bytes: of the model as it was loaded.
         held_bytes: of weights that the engine holds: these, and those that it lays out once more for a CPU.
         peak_memory_bytes: the most that the process held, with the caches of all modes at one time.
+        machine: as `describe`; ``attention`` and ``attention_reason``, as of `Attends`.
         scores: by concurrency, mode by mode.
     """
 
@@ -164,6 +165,7 @@ def bench(
     model = work.model
     # Weights in bf16 are multiplied so, whatever the passes are asked for.
     dtype = min(work.dtype, model.embed.weight.dtype, key=lambda one: one.itemsize)
+    attends = work.engine(modes[0], 1).attends
     depths_BT = work.trace.depths_BT[: max(concurrency) * REQUESTS, : work.n_cached]
     return BenchResult(
         what=what,
@@ -181,7 +183,8 @@ def bench(
         held_bytes=held_bytes(model, work.dtype),
         peak_memory_bytes=peak_memory_bytes(model.embed.weight.device),
         notes=tuple(notes),
-        machine=describe(model.embed.weight.device, dtype),
+        machine=describe(model.embed.weight.device, dtype)
+        | {"attention": attends.name, "attention_reason": attends.reason or None},
         scores=tuple(scores),
     )
 

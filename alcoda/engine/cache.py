@@ -2,21 +2,22 @@
 
 An `Arena` has room for so many tokens, and a request reserves a span of them for its whole life: what has begun can
 always end. Every (stage, layer, loop) has a slab over all tokens, so that a row's keys are a view of it, whatever loop
-the row is at. A token that leaves the loop has its keys copied into the slots of all deeper loops (docs/design, section
-3: `alcoda.model.exit_keys.CopiedKeys` is the same for texts that are read in one go, and reads prompts into the spans).
+the row is at. On a GPU tokens are in pages (`alcoda.engine.paged`): other strides, and spans of whole pages. A token
+that leaves the loop has its keys copied into the slots of all deeper loops (docs/design, section 3:
+`alcoda.model.exit_keys.CopiedKeys` is the same for texts that are read in one go, and reads prompts into the spans).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alcoda.engine.kernels import RowPlaces, SlabRows, row_attention
+from alcoda.engine.kernels import RowPlaces, SlabRows, missing, row_attention
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.config import ModelConfig
@@ -31,6 +32,19 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+class Attends(NamedTuple):
+    """How the rows of a launch are attended.
+
+    Attributes:
+        name: varlen, one call over the pages of a GPU; rows kernel, one call of ours on a CPU; sdpa, torch's: row by
+            row on a CPU, on a GPU in one call over keys that are padded to the longest.
+        reason: why not a faster one; empty where it is the fastest.
+    """
+
+    name: Literal["varlen", "rows kernel", "sdpa"]
+    reason: str = ""
 
 
 class CacheSize(NamedTuple):
@@ -84,7 +98,11 @@ class Arena:
 
     Args:
         coda_per_loop, policy: as `slots_of`.
+        attends: told where it is not what a CPU does.
     """
+
+    page_tokens: int = 1
+    """Spans, and the arena itself, are whole pages of so many."""
 
     def __init__(
         self,
@@ -95,24 +113,38 @@ class Arena:
         device: torch.device,
         coda_per_loop: bool = True,
         policy: CachePolicy = PER_LOOP,
+        attends: Attends | None = None,
     ) -> None:
-        self.n_tokens, self.n_loops, self.policy = n_tokens, n_loops, policy
-        self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop, policy), n_tokens)
+        self.n_tokens, self.n_loops, self.policy = up(n_tokens, self.page_tokens), n_loops, policy
+        self.size = CacheSize(bytes_per_token(config, n_loops, dtype, coda_per_loop, policy), self.n_tokens)
         heads, width = config.block.attention.kv_heads(config.shape.n_heads), config.shape.d_head
+        held = {"dtype": dtype, "device": device}
         self.kv: dict[str, Tensor] = {
-            stage: torch.empty(2, layers, loops, heads, n_tokens + 1, width, dtype=dtype, device=device)
+            stage: self._made(2, layers, loops, heads, self.n_tokens + self.page_tokens, width, **held)
             for stage, (layers, loops) in slots_of(config, n_loops, coda_per_loop, policy).items()
         }
-        """By stage, [keys and values, layer, slot, G, token, K]."""
+        """By stage, [keys and values, layer, slot, G, token, K], whatever lies beside what in memory."""
         self._slabs = {
             (stage, layer): (kv[0, layer], kv[1, layer]) for stage, kv in self.kv.items() for layer in range(kv.size(1))
         }
-        self.attends = row_attention(dtype) if device.type == "cpu" else None
-        """Attends all rows of a launch in one call; None: they are attended one by one."""
-        self._flat = {key: tuple(x.view(-1, width) for x in kv) for key, kv in self._slabs.items()}
-        self._free = [Span(0, n_tokens)]
+        self.kernel: Callable[..., Tensor] | None = row_attention(dtype) if device.type == "cpu" else None
+        """Attends all rows of a launch in one call; None: there is none."""
+        if attends is None:
+            attends = Attends("sdpa", missing(dtype)) if self.kernel is None else Attends("rows kernel")
+        self.attends = attends
+        self._flat = {key: tuple(_heads(x) for x in kv) for key, kv in self._slabs.items()}
+        # From a slot, a token and a head to the next, in keys of one token and head.
+        self._steps: dict[str, tuple[int, int, np.ndarray]] = {}
+        for stage, kv in self.kv.items():
+            of_slot, of_head, of_token = (n // width for n in kv.stride()[2:5])
+            self._steps[stage] = of_slot, of_token, np.arange(heads) * of_head
+        self._free = [Span(0, self.n_tokens)]
         for kv in self.kv.values():
-            kv[..., n_tokens, :] = 0  # what filling rows read is a number
+            kv[..., self.n_tokens :, :] = 0  # what filling rows read is a number
+
+    def _made(self, *sizes: int, **held: Any) -> Tensor:
+        """What `kv` has of a stage."""
+        return torch.empty(*sizes, **held)
 
     @property
     def filling(self) -> Span:
@@ -130,7 +162,7 @@ class Arena:
         return max((span.stop - span.start for span in self._free), default=0)
 
     def reserve(self, n_tokens: int) -> Span | None:
-        """The first span of so many tokens that is free; None where there is none now.
+        """The first span of so many tokens that is free, up to the end of its last page; None where there is none now.
 
         Raises:
             UsageError: more than there would ever be.
@@ -140,6 +172,7 @@ class Arena:
                 f"a request of {n_tokens} tokens (prompt and max_tokens) and a cache of {self.n_tokens}: lower "
                 "max_tokens, or give the engine a larger cache (cache_tokens)"
             )
+        n_tokens = up(n_tokens, self.page_tokens)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= n_tokens:
                 taken, rest = Span(start, start + n_tokens), Span(start + n_tokens, stop)
@@ -170,16 +203,32 @@ class Arena:
             slab_PK.index_copy_(0, places_N, x_NK if x.dtype == slab_PK.dtype else x_NK.to(slab_PK.dtype))
 
     def places(self, stage: str, slots: Sequence[int], at: Sequence[int]) -> Tensor:
-        """Where the heads of some tokens are in a slab, its dimensions before the last taken as one, [N G].
+        """Where the heads of some tokens are in a slab, its dimensions before the last taken as one, in the order of
+        memory, [N G].
 
         Args:
             slots, at: slot and token of each of N.
         """
-        kv = self.kv[stage]
-        n_heads, n_tokens = kv.shape[3:5]
-        first_N = np.array(slots) * (n_heads * n_tokens) + np.array(at)  # by numpy: torch takes ten small kernels
-        places_NG = first_N[:, None] + np.arange(n_heads) * n_tokens
-        return torch.from_numpy(places_NG.reshape(-1)).to(kv.device)
+        of_slot, of_token, of_heads_G = self._steps[stage]
+        first_N = np.array(slots) * of_slot + np.array(at) * of_token  # by numpy: torch takes ten small kernels
+        places_NG = first_N[:, None] + of_heads_G
+        return torch.from_numpy(places_NG.reshape(-1)).to(self.kv[stage].device)
+
+    def row_places(self, stage: str, slots: Sequence[int], ends: Sequence[tuple[int, int]]) -> RowPlaces:
+        """Where the keys of rows are in each layer of a stage.
+
+        Args:
+            slots: of each row.
+            ends: where its text begins, and ends.
+        """
+        of_slot, _, of_token, _ = self.kv[stage].stride()[2:]
+        first = [slot * of_slot + start * of_token for slot, (start, _) in zip(slots, ends, strict=True)]
+        return RowPlaces(first, [stop - start for start, stop in ends])
+
+    def row_keys(self, stage: str, layer: int, places: RowPlaces) -> RowKeys:
+        """Keys and values of rows."""
+        k, v = self.slabs(stage, layer)
+        return RowKeys(SlabRows(k, places), SlabRows(v, places))
 
     def slots(self, span: Span) -> dict[Slot, Keys]:
         """Views of a span as the slots of a `alcoda.model.keys.KeyStore` of one row, ``k_1GSK, v_1GSK`` each."""
@@ -230,6 +279,17 @@ class Arena:
         kv[:, :, 0, :, at_N] = kv_N2LGK.permute(1, 2, 3, 0, 4).to(kv.dtype)
 
 
+def up(n_tokens: int, page_tokens: int) -> int:
+    """To the end of the last page."""
+    return -(-n_tokens // page_tokens) * page_tokens
+
+
+def _heads(slab: Tensor) -> Tensor:
+    """A slab's keys of one token and head, ``[.., K]``, in the order of memory."""
+    width = slab.size(-1)
+    return slab.as_strided((slab.numel() // width, width), (width, 1), slab.storage_offset())
+
+
 class WholeKeys(CopiedKeys):
     """Keys of whole texts that are read together, padded behind their ends. No token sees what is behind it, so
     that a pass needs no mask of padding."""
@@ -276,7 +336,7 @@ class RowStore:
     @property
     def view(self) -> RowsView:
         """What the rows see."""
-        return RowsView(self.pos_W1, kernel=self.arena.attends)
+        return RowsView(self.pos_W1, kernel=self.arena.kernel)
 
     def ran(self, loop: int, ran_BT: Tensor) -> Tensor:
         raise AssertionError("a route needs whole sequences: the engine refuses it")
@@ -300,11 +360,7 @@ class RowStore:
         return self.slots.get(stage, (0,) * len(self.ends))
 
     def _rows(self, stage: str, layer: int) -> RowKeys:
-        k, v = self.arena.slabs(stage, layer)
         places = self._read.get(stage)
         if places is None:
-            of_slot, _, of_token, _ = k.stride()
-            slots = zip(self._slots(stage), self.ends, strict=True)
-            first = [slot * of_slot + start * of_token for slot, (start, _) in slots]
-            places = self._read[stage] = RowPlaces(first, [stop - start for start, stop in self.ends])
-        return RowKeys(SlabRows(k, places), SlabRows(v, places))
+            places = self._read[stage] = self.arena.row_places(stage, self._slots(stage), self.ends)
+        return self.arena.row_keys(stage, layer, places)

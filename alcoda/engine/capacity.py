@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from alcoda.engine.cache import bytes_per_token
+from alcoda.engine.cache import bytes_per_token, up
 from alcoda.engine.engine import CACHE_TOKENS, Options
+from alcoda.engine.paged import kept_in, paged_on
 from alcoda.engine.refusals import check_serves
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import PER_LOOP, CachePolicy, caches
@@ -31,7 +32,7 @@ class CacheRoom:
         coda_keys: at_exit, one slot for each coda layer; or per_loop, where an exit rule looks at logits after every
             loop.
         bytes_per_token: of all slots.
-        n_tokens: that there is room for, of all requests.
+        n_tokens: that there is room for, of all requests; whole pages.
         requests: by their length, how many there is room for at one time.
     """
 
@@ -55,6 +56,8 @@ class CapacityResult:
         seq_len: of the longest request.
         dtype: that is decoded in: of the cache, and of the weights of linear maps.
         keys: the axis ``keys`` of the model; with anchor keys all caches are one.
+        page_tokens: of a page of the cache, of which each request has whole ones; 1 where there are none (a CPU, and a
+            GPU without `alcoda.engine.paged`).
     """
 
     what: str
@@ -64,6 +67,7 @@ class CapacityResult:
     seq_len: int
     dtype: str
     keys: str
+    page_tokens: int
     rooms: tuple[CacheRoom, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +76,13 @@ class CapacityResult:
 
 
 def capacity(
-    config: ModelConfig, memory_bytes: int, loops: int | None, lengths: Sequence[int], dtype: torch.dtype, what: str
+    config: ModelConfig,
+    memory_bytes: int,
+    loops: int | None,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str,
 ) -> CapacityResult:
     """How many requests of some lengths each cache of a model holds.
 
@@ -80,6 +90,7 @@ def capacity(
         loops: the model's ``n_loops`` where None.
         lengths: tokens of a request, prompt and new ones; the whole context where there are none.
         dtype: bf16: of keys and of linear maps, all else in fp32 (as `alcoda.training.load.load_run` holds them).
+        device: whose cache it is.
         what: as of `CapacityResult`.
 
     Raises:
@@ -99,16 +110,20 @@ def capacity(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if weights >= memory_bytes:
         raise UsageError(f"memory of {memory_bytes:,} bytes: the weights alone take {weights:,}; more is needed")
-    rooms = []
+    page_tokens, rooms = paged_on(config, dtype, device).page_tokens, []
     for policy in _caches(config):
         for coda_keys in ("at_exit", "per_loop") if config.n_coda and n_loops > 1 else ("at_exit",):
             size = bytes_per_token(config, n_loops, dtype, coda_keys == "per_loop", policy)
-            # An arena has one token more than it gives away; of the last token that is drawn no keys are kept.
-            n_tokens = max((memory_bytes - weights) // size - 1, 0)
-            requests = {length: n_tokens // (length - 1) for length in lengths}
+            # An arena has one page (of a token, on a CPU) more than it gives away; of the last token that is drawn no
+            # keys are kept.
+            n_pages = max((memory_bytes - weights) // (size * page_tokens) - 1, 0)
+            n_tokens = n_pages * page_tokens
+            requests = {length: n_tokens // up(length - 1, page_tokens) for length in lengths}
             rooms.append(CacheRoom(policy.kind, coda_keys, size, n_tokens, requests))
     name = str(dtype).removeprefix("torch.")
-    return CapacityResult(what, memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, tuple(rooms))
+    return CapacityResult(
+        what, memory_bytes, weights, n_loops, config.seq_len, name, config.keys.kind, page_tokens, tuple(rooms)
+    )
 
 
 def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.dtype, free_bytes: int | None) -> None:
@@ -124,13 +139,15 @@ def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.
     """
     if free_bytes is None:
         return
-    config, held = model.config, model.embed.weight.dtype
-    size = bytes_per_token(config, n_loops, dtype if dtype == torch.bfloat16 else held, True, options.cache)
-    n_tokens = options.cache_tokens or 0
+    config, held = model.config, kept_in(model, dtype)
+    size = bytes_per_token(config, n_loops, held, True, options.cache)
+    page_tokens = paged_on(config, held, model.embed.weight.device).page_tokens
+    n_tokens = up(options.cache_tokens or 0, page_tokens)
     if n_tokens * size > free_bytes:
+        fits = free_bytes // (size * page_tokens) * page_tokens
         raise UsageError(
-            f"cache_tokens={n_tokens:,}: keys of so many tokens take {_gb(n_tokens * size)} ({size:,} bytes each) and "
-            f"{_gb(free_bytes)} of memory are free: {free_bytes // size:,} fit at most"
+            f"cache_tokens={options.cache_tokens:,}: keys of so many tokens take {_gb(n_tokens * size)} ({size:,} "
+            f"bytes each) and {_gb(free_bytes)} of memory are free: {fits:,} fit at most"
         )
     left = free_bytes - n_tokens * size
 

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from alcoda.depth.watch import Where
+from alcoda.engine.cache import Attends
 from alcoda.engine.pace import LaunchTime, best_min_coda
+from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_drafts, check_serves
 from alcoda.engine.request import Completion, Finish, Item, Request, Token
 from alcoda.engine.runner import Runner
@@ -40,8 +42,9 @@ class Options:
     Attributes:
         width: tokens of a launch, at most.
         places: completions that run at one time; None: as many as ``width``.
-        cache_tokens: room for keys, in tokens of all completions that run; None: for ``places`` whole contexts, and no
-            more than `CACHE_TOKENS`.
+        cache_tokens: room for keys, in tokens of all completions that run (on a GPU in whole pages, of the cache and of
+            each completion: `alcoda.engine.paged`); None: for ``places`` whole contexts, and no more than
+            `CACHE_TOKENS`.
         refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
         min_coda: tokens that have left wait for so many; None: as many as pays, by what launches have taken so far.
         chunk_tokens: of a prompt that are read at one time, or of several prompts that are read together.
@@ -107,7 +110,8 @@ class Engine:
         self.model, self.options, self.n_loops, self.n_vocab = model, options, n_loops, n_vocab
         self.places = options.places or options.width
         seq_len = model.config.seq_len
-        n_tokens = options.cache_tokens or min(self.places * seq_len, max(CACHE_TOKENS, seq_len))
+        wanted = room(model, dtype, [seq_len] * self.places)
+        n_tokens = options.cache_tokens or min(wanted, max(CACHE_TOKENS, seq_len))
         # Every completion has a token or a row of drafts in the loop, and drafts take what room is to spare.
         n_rows = self.places + options.width
         fill = options.deterministic
@@ -125,6 +129,11 @@ class Engine:
         self._arrived: deque[Completion] = deque()
         self._cancelled: list[Completion] = []
         self._changed: dict[Completion, None] = {}
+
+    @property
+    def attends(self) -> Attends:
+        """How the rows of a launch are attended."""
+        return self.runner.arena.attends
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

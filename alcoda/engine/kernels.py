@@ -141,7 +141,7 @@ class RowAttention:
 @functools.cache
 def row_attention(dtype: torch.dtype) -> RowAttention | None:
     """The kernel; None where there is none for this type, or on this machine."""
-    if dtype not in NAMES or os.environ.get(SWITCH, "").strip().lower() in ("off", "0", "no", "false"):
+    if dtype not in NAMES or _is_off():
         return None
     for flags in TRIED:
         try:
@@ -156,6 +156,19 @@ def row_attention(dtype: torch.dtype) -> RowAttention | None:
             if _agrees(kernel):
                 return kernel
     return None
+
+
+def missing(dtype: torch.dtype) -> str:
+    """Why there is no kernel."""
+    if dtype not in NAMES:
+        return f"no kernel for {dtype}"
+    if _is_off():
+        return f"{SWITCH} is off"
+    return "no C compiler made a kernel that does as torch does"
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "").strip().lower() in ("off", "0", "no", "false")
 
 
 def _agrees(kernel: RowAttention) -> bool:

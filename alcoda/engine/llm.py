@@ -21,6 +21,7 @@ from alcoda.engine.alone import Alone
 from alcoda.engine.engine import CACHE_TOKENS, Engine, Options
 from alcoda.engine.generated import Generated, Pieces, Texts
 from alcoda.engine.packed import DECODES_ONLY, Released, release
+from alcoda.engine.paged import room
 from alcoda.engine.refusals import refuses
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
@@ -245,7 +246,8 @@ class LM:
             return Alone(self.model, options, **self._precision)
         if options.cache_tokens is None:
             needs = [len(request.prompt) + request.max_tokens for request in requests for _ in range(request.n)]
-            places = sum(sorted(needs, reverse=True)[: options.places or options.width])
+            longest = sorted(needs, reverse=True)[: options.places or options.width]
+            places = room(self.model, self.loaded.decode_dtype, longest)
             options = replace(options, cache_tokens=max(min(places, CACHE_TOKENS), *needs))
         loops = [request.loops or (request.test.n_loops if request.test else self.n_loops) for request in requests]
         return self.new_engine(options, max(loops))

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from alcoda.depth.watch import ExitTest, Seen, Where
-from alcoda.engine.cache import Arena, RowStore, Span
+from alcoda.engine.cache import RowStore, Span
 from alcoda.engine.packed import served
+from alcoda.engine.paged import arena_of, kept_in
 from alcoda.engine.prompts import Prompts
 from alcoda.engine.request import Completion, Item, Step, filler
 from alcoda.engine.scheduler import Part
@@ -112,8 +113,7 @@ class Runner:
         self.n_loops, self.width, self.fill, self.dtype = n_loops, width, fill, dtype
         self.model = served(model, dtype)
         self.device = model.embed.weight.device
-        held = dtype if dtype == torch.bfloat16 else model.embed.weight.dtype
-        self.arena = Arena(model.config, n_loops, n_tokens, held, self.device, policy=policy)
+        self.arena = arena_of(model.config, n_loops, n_tokens, kept_in(model, dtype), self.device, policy, fill)
         self.prompts = Prompts(self.model, self.arena)
         self.policy, self.sums = policy, Bank(n_rows + 1)
         self.windows = (None, *model.config.block.windows())

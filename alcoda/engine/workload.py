@@ -17,6 +17,7 @@ from alcoda.depth.record import Trace
 from alcoda.depth.rules import Kl, TraceRule
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.engine import Engine, Options
+from alcoda.engine.paged import room
 from alcoda.engine.request import Completion, Item, Request
 from alcoda.engine.sampling import Drawn, Row, Sampling
 from alcoda.engine.stats import Stats
@@ -165,7 +166,7 @@ class Work:
         options = Options(
             width=self.width or max(Options.width, concurrency),
             places=concurrency,
-            cache_tokens=concurrency * self.n_cached,
+            cache_tokens=room(self.model, self.dtype, [self.n_cached] * concurrency),
             refill=mode.refill,
             draft_loops=self.draft_loops if mode.drafts else None,
             deterministic=deterministic,

@@ -249,7 +249,8 @@ def _attend_rows(
     q_WH1K: Tensor, k_W1GSK: Tensor | Sequence[Tensor], v_W1GSK: Tensor | Sequence[Tensor], view: RowsView
 ) -> Tensor:
     """Row by row on views of the cache: gathering keys of several lengths into one tensor costs more than it saves on a
-    CPU, and a row's result would depend on the longest. A GPU, which a call a row would keep waiting, gathers them."""
+    CPU, and a row's result would depend on the longest. A GPU, which a call a row would keep waiting, gathers them
+    where it has no kernel for it."""
     if view.kernel is not None:
         return view.kernel(q_WH1K, k_W1GSK, v_W1GSK, view.window)
     k_rows, v_rows = list(k_W1GSK), list(v_W1GSK)

@@ -64,8 +64,9 @@ def test_a_run_by_its_tier(mixed: Path, run_cli: Cli) -> None:
     same = {one["mode"]: one["tokens_identical"] for one in found["scores"]}
     assert same["wavefront"] and same["refill_wavefront"] and same["no_refill"] and same["fixed"] is None
     tier = api.RunFolder(mixed).exits_json.read_text()
-    sufficient = [one["mode"] for one in found["scores"]][6:]
-    assert sufficient == ([] if '"uniform_loops": 3' in tier else ["uniform"])
+    others = [one["mode"] for one in found["scores"]][6:]
+    assert others[:2] == ["rule", "rule_wavefront"] and same["rule_wavefront"]
+    assert others[2:] == ([] if '"uniform_loops": 3' in tier else ["uniform"])
     mean = next(one for one in found["scores"] if one["mode"] == "refill")["mean_loops"]
     assert 1 <= mean <= 3 and found["mean_depth"] == pytest.approx(mean, abs=1)
 

@@ -14,9 +14,10 @@ import pytest
 from engines import check_alone, copy_wrongly, engine_of, mixed
 from space import cases, house
 from torch import Tensor
+from varlen import check_both
 
 from alcoda.depth.rules import rules
-from alcoda.engine.cache import Arena, RowStore
+from alcoda.engine.cache import Arena
 from alcoda.engine.engine import Engine
 from alcoda.engine.refusals import check_drafts, refuses
 from alcoda.errors import UsageError
@@ -49,16 +50,21 @@ def reason_of(config: ModelConfig) -> str | None:
 SERVED: dict[str, Any] = {name: ModelConfig.model_fields[name].default for name in ("sharing", "route")}
 
 
+def serves_drafts(model: RecurrentLM) -> bool:
+    try:
+        check_drafts(model)
+    except UsageError:
+        return False
+    return True
+
+
 def check(model: RecurrentLM, kinds: Sequence[str], n: int = 0, most_new: int = 3) -> None:
     """Requests without a rule and with each of some rules, that come one after the other, in an engine whose launches
     are of three tokens: with a slot a loop, with drafts where they can be checked, and with a cache of one slot."""
     tests = [None, *(test for _, test in at_work(model, tokens(3, 6), kinds))]
     requests = mixed(tests, max(3, len(tests)), n, 5, most_new, n_loops=LOOPS)
-    try:
-        check_drafts(model)
-        check_alone(engine_of(model, width=6, draft_loops=1 + n % 2, chunk_tokens=3), requests, every=2)
-    except UsageError:
-        check_alone(engine_of(model, chunk_tokens=3), requests, every=2)
+    drafts = {"width": 6, "draft_loops": 1 + n % 2} if serves_drafts(model) else {}
+    check_alone(engine_of(model, chunk_tokens=3, **drafts), requests, every=2)
     cache = (MeanCache(), LastCache())[n % 2]
     check_alone(engine_of(model, cache=cache, deterministic=n % 3 == 0), requests[1:2] if n else requests, every=3)
 
@@ -73,6 +79,19 @@ EVERY = [
 @pytest.mark.parametrize(("config", "kinds", "n"), EVERY)
 def test_together_is_alone_in_every_design(config: ModelConfig, kinds: list[str], n: int) -> None:
     check(make_plain(config), kinds, n)
+
+
+@pytest.mark.parametrize(("config", "kinds", "n"), EVERY)
+def test_on_pages_it_is_the_same_in_every_design(
+    config: ModelConfig, kinds: list[str], n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of a GPU, read by what stands for its kernel."""
+    model = make_plain(config)
+    tests = [None, *(test for _, test in at_work(model, tokens(3, 6), kinds))]
+    requests = mixed(tests, 3, n, 7, 5, n_loops=LOOPS)
+    drafts = 1 + n % 2 if serves_drafts(model) else None
+    check_both(monkeypatch, model, requests, 1 + n % 5, width=6, draft_loops=drafts, deterministic=n % 4 == 0)
+    check_both(monkeypatch, model, requests[1:2], cache=(LastCache(), MeanCache())[n % 2])
 
 
 def test_it_is_with_every_rule() -> None:
@@ -107,13 +126,13 @@ def test_control_copies_that_are_no_copies_are_noticed(monkeypatch: pytest.Monke
 
 
 def test_control_a_row_that_reads_another_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = RowStore._rows
+    places = Arena.row_places
 
-    def of_first(self: RowStore, k: Any, v: Any, slots: Any) -> Any:
-        return rows(self, k, v, slots and ([slots[0][0]] * len(slots[0]), slots[1]))
+    def of_first(self: Arena, stage: str, slots: Sequence[int], ends: Any) -> Any:
+        return places(self, stage, [0] * len(slots), ends)
 
-    monkeypatch.setattr(RowStore, "_rows", of_first)
-    with pytest.raises(AssertionError, match="request"):
+    monkeypatch.setattr(Arena, "row_places", of_first)
+    with pytest.raises(AssertionError, match=r"request [^:]*: (other|logits)"):
         check(make_plain(house(**GRT)), ["state"], most_new=9)
 
 
