@@ -129,8 +129,9 @@ def capacity(
 def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.dtype, free_bytes: int | None) -> None:
     """UsageError where an engine with these options could not get its memory, with what fits.
 
-    Only what the options ask for is looked at: the cache where ``cache_tokens`` says its size (else it is a part of
-    `alcoda.engine.engine.CACHE_TOKENS`, and taken as it is written), and the least that a token of a launch needs
+    Only what was asked for is looked at: the cache where ``cache_tokens`` says its size, or ``n_loops`` is more than
+    the model's own (else it is a part of `alcoda.engine.engine.CACHE_TOKENS`, and taken as it is written), and the
+    least that a token of a launch needs
     (state and anchor in fp32 or finer are twice ``d_model`` numbers, logits ``vocab_size``).
 
     Args:
@@ -149,6 +150,15 @@ def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.
             f"cache_tokens={options.cache_tokens:,}: keys of so many tokens take {_gb(n_tokens * size)} ({size:,} "
             f"bytes each) and {_gb(free_bytes)} of memory are free: {fits:,} fit at most"
         )
+    if not n_tokens and n_loops > config.n_loops:
+        places = options.places or options.width
+        whole = up(min(places * config.seq_len, max(CACHE_TOKENS, config.seq_len)), page_tokens)
+        if whole * size > free_bytes:
+            raise UsageError(
+                f"loops={n_loops:,}: keys of {whole:,} tokens take {_gb(whole * size)} ({size:,} bytes each) and "
+                f"{_gb(free_bytes)} of memory are free: lower loops, or say how many tokens there is to be room for "
+                "(cache_tokens)"
+            )
     left = free_bytes - n_tokens * size
 
     def needs(width: int) -> int:
@@ -157,7 +167,7 @@ def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.
         return ((options.places or width) + width) * (ROW_BYTES + 8 * config.d_model) + launch * 4 * config.vocab_size
 
     if needs(options.width) > left:
-        fits = bisect_right(range(1, options.width), left, key=needs)
+        fits = bisect_right(range(1, min(options.width, left + 1)), left, key=needs)  # a token takes a byte and more
         way = f"{fits:,} fit at most" if fits else "not one fits; lower cache_tokens" if n_tokens else "not one fits"
         raise UsageError(
             f"width={options.width:,}: launches of so many tokens take {_gb(needs(options.width))} or more, and "
@@ -166,7 +176,7 @@ def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.
 
 
 def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:,.1f} GB"
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes < 10**18 else "over a billion GB"
 
 
 def _caches(config: ModelConfig) -> list[CachePolicy]:

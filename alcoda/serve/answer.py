@@ -230,7 +230,7 @@ class Answer:
             "completion_tokens_details": {
                 "loops": loops,
                 "mean_loops": loops / tokens if tokens else 0.0,
-                "full_depth_loops": tokens * self.call.worker.catalogue.n_loops,
+                "full_depth_loops": tokens * self.call.full_loops,
             },
         }
 
@@ -276,9 +276,11 @@ class Answer:
         }
 
     def _tops(self, entry: Entry) -> dict[str, float]:
-        """By text. Of tokens of one text (parts of characters) the likeliest."""
+        """By text, with the token itself where it is not among them, as OpenAI's. Of tokens of one text (parts of
+        characters) the likeliest."""
         found: dict[str, float] = {}
-        for i, logprob in entry.top:
+        own = () if entry.logprob is None or not entry.top else ((entry.id, entry.logprob),)
+        for i, logprob in (*entry.top, *own):
             text = self._text(i)
             found[text] = max(_logprob(logprob), found.get(text, LEAST))
         return found

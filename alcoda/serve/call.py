@@ -202,6 +202,11 @@ class Call:
         return changed
 
     @property
+    def full_loops(self) -> int:
+        """Of a token at full depth: the model's own, or what was asked for where that is more."""
+        return max(self.worker.catalogue.n_loops, self.plan.depth.max_loops)
+
+    @property
     def has_ended(self) -> bool:
         """Whether no more changes are to come."""
         return not self._n_left and not self._changed
@@ -253,7 +258,7 @@ class Call:
         tokens, loops = spent(completion)
         metrics.tokens.inc(tokens)
         metrics.loops.inc(loops)
-        metrics.full_loops.inc(tokens * self.worker.catalogue.n_loops)
+        metrics.full_loops.inc(tokens * self.full_loops)
         if choice.n_tokens and completion.finish in ("stop", "length"):
             with contextlib.suppress(RuntimeError):
                 self.worker.audit(completion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
@@ -19,9 +20,23 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 def _origin(value: str) -> str:
     value = value.lower()
     # A browser compares to the letter: another form would never match, and nothing would say so.
-    if value not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", value):
-        raise ValueError(f"{value!r} is no origin: as a browser sends it, https://NAME or https://NAME:PORT; or *")
+    if value not in ("*", "null") and not _is_sent(value):
+        raise ValueError(
+            f"{value!r} is no origin: as a browser sends it, https://NAME or https://NAME:PORT (80 of http and 443 of "
+            "https are left out); or *"
+        )
     return value
+
+
+def _is_sent(value: str) -> bool:
+    """Whether a browser sends an origin in this form."""
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", value):
+        return False
+    try:
+        parts = urlsplit(value)
+        return bool(parts.hostname) and (parts.scheme, parts.port) not in (("http", 80), ("https", 443))
+    except ValueError:  # what is no address, or no port
+        return False
 
 
 Origin = Annotated[str, AfterValidator(_origin)]

@@ -111,7 +111,7 @@ class Catalogue:
                 '({"min": a, "max": b}), or set exit to "none"',
                 param="loops",
             )
-        most = self._most(loops, self.loops[named], self.loops[named])
+        most = self._most(loops, self.loops[named], self.loops[named], named)
         return Depth(named, named, most, {"exit": named, **_bounds(loops)})
 
     def _default(self, key_tier: str | None, n_waiting: int) -> str | None:
@@ -149,7 +149,8 @@ class Catalogue:
         return Depth(None, exit.rule if threshold is None else f"{exit.rule}:{threshold}", n_loops, how)
 
     def _fixed(self, tier: str | None, loops: int | LoopBounds | None) -> Depth:
-        n_loops = self._check(self._most(loops, self.max_loops if tier is None else self.n_loops, self.n_loops))
+        limit = self.max_loops if tier is None else self.n_loops
+        n_loops = self._check(self._most(loops, limit, self.n_loops, tier))
         return Depth(tier, tier or NONE, n_loops, {"loops": n_loops})
 
     def _check(self, loops: int) -> int:
@@ -157,13 +158,16 @@ class Catalogue:
             raise ApiError(400, f"loops={loops}: this server runs {self.max_loops} at most", param="loops")
         return loops
 
-    def _most(self, loops: int | LoopBounds | None, limit: int, otherwise: int) -> int:
+    def _most(self, loops: int | LoopBounds | None, limit: int, otherwise: int, tier: str | None = None) -> int:
         """Loops of a token at most, ``otherwise`` where nothing is asked; ApiError where bounds are above ``limit``."""
         if not isinstance(loops, LoopBounds):
             return otherwise if loops is None else loops
         for name, bound in (("max", loops.max), ("min", loops.min)):
             if bound is not None and bound > limit:
-                raise ApiError(400, f"loops.{name}={bound}: {limit} loops run here at most", param=f"loops.{name}")
+                where = "here at most"
+                if tier is not None and limit < self.max_loops:
+                    where = f"at most at exit {tier!r}; for up to {self.max_loops} ask for a rule, or for exit {NONE!r}"
+                raise ApiError(400, f"loops.{name}={bound}: {limit} loops run {where}", param=f"loops.{name}")
         if loops.min is not None and loops.max is not None and loops.min > loops.max:
             raise ApiError(400, f"loops.min={loops.min} is above loops.max={loops.max}: swap them", param="loops")
         return loops.max or max(otherwise, loops.min or 1)

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from alcoda.errors import UsageError
+from alcoda.errors import UsageError, did_you_mean
 from alcoda.serve.audit import Audit
 from alcoda.serve.errors import ApiError
 from alcoda.serve.metrics import Metrics
@@ -108,6 +109,9 @@ class Worker:
         self.chat = Chat(lm.tokenizer, lm.loaded.chat_template)
         lm.tokenizer.decode_bytes([0])  # its tables are made at the first use
         asked = {name: value for name, value in self._options.items() if value is not None}
+        names = {field.name for field in fields(Options)}
+        for unknown in sorted(asked.keys() - names):
+            raise UsageError(f"engine: unknown key {unknown!r}{did_you_mean(unknown, names)}")
         options = Options(**asked | {"cache": pick_cache(asked.get("cache"), lm.model.config)})
         service = lm.service(options, max(most, *self.catalogue.loops.values()))
         service.__enter__()

@@ -49,6 +49,22 @@ def test_room_for_keys() -> None:
     check(free_bytes, width=1, deterministic=True)  # what is not asked for is taken as it is written
 
 
+def test_room_for_more_loops_than_the_model_has() -> None:
+    def check_loops(n_loops: int, free_bytes: int, **options: int) -> None:
+        check_room(MODEL, Options(width=1, **options), n_loops, torch.float32, free_bytes)
+
+    for n_loops in (10**9, 10**22):
+        with pytest.raises(UsageError, match=r"^loops=[\d,]+: keys of .* are free: lower loops"):
+            check_loops(n_loops, 10**10)
+    check_loops(2 * MODEL.config.n_loops, 10**10)
+    check_loops(10**5, 10**10, cache_tokens=2)
+
+
+def test_a_width_beyond_all_numbers() -> None:
+    assert fits(10**9, width=10**30) == fits(10**9, width=10**9)
+    assert fits(10**9, width=10**400) == fits(10**9, width=10**9)
+
+
 def arena() -> Arena:
     return Arena(MODEL.config, 4, 8, MODEL.embed.weight.dtype, torch.device("cpu"))
 

@@ -156,6 +156,14 @@ def test_a_folder_of_another_project_is_served(tmp_path: Path) -> None:
         assert web.post(made.url + "/v1/completions", json=body, timeout=60).json()["model"] == "theirs"
 
 
+def test_an_option_that_the_engine_has_not(lm: alcoda.LM) -> None:
+    with (
+        pytest.raises(UsageError, match="engine: unknown key 'wdth'; did you mean 'width'"),
+        alcoda.server(lm, port=0, engine={"wdth": 4}),
+    ):
+        pass
+
+
 def test_help_says_what_is_served() -> None:
     said = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output.split())
     for word in ("run folder", "another project", "GGUF", "tokenizer.json", "comes with alcoda"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import ask, metric, serving
+from serving import ask, metric, serving, web
 
 from alcoda.engine.engine import Options
 from alcoda.engine.llm import LM
@@ -77,6 +77,14 @@ def test_more_loops_than_the_model_has(lm: LM) -> None:
     with serving(lm, loops=6) as made:
         found = ask(made, loops=6, return_loops=True)
         assert {one["loops"] for one in found["choices"][0]["alcoda"]["tokens"]} == {6}
+        details = found["usage"]["completion_tokens_details"]
+        assert details["full_depth_loops"] == details["loops"] == 6 * found["usage"]["completion_tokens"]
+        # The model's own depth is that of its tiers; beyond it nothing is calibrated.
+        body = {"prompt": "What", "loops": {"max": 6}, "exit": "balanced"}
+        refused = web.post(made.url + "/v1/completions", json=body)
+        assert refused.status_code == 400
+        said = refused.json()["error"]["message"]
+        assert "4 loops run at most at exit 'balanced'; for up to 6 ask for a rule" in said
 
 
 def test_a_run_without_tiers(tmp_path: Any) -> None:

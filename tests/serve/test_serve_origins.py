@@ -128,10 +128,27 @@ def test_who_may_ask(host: str, allowed: list[str], named: str, origin: str | No
         assert found.value.status == 403
 
 
-@pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://a.example/page", "https://"])
+@pytest.mark.parametrize("origin", [
+    "https://a.example/",
+    "a.example",
+    "https://a.example/page",
+    "https://",
+    "http://[",
+    "http://[abc]",
+    "http://a\u2100b",
+    "https://:8443",
+    "https://a.example:443",
+    "http://a.example:80",
+    "https://a.example:99999",
+])  # fmt: skip
 def test_an_origin_that_no_browser_sends(origin: str) -> None:
     with pytest.raises(UsageError, match=r"allow_origins.*is no origin"):
         validate(Settings, {"allow_origins": (origin,)}, "serve")
+
+
+def test_origins_that_browsers_send() -> None:
+    sent = ("https://a.example", "http://a.example:443", "https://[::1]:8443", "null", "*", "moz-extension://a-b")
+    assert validate(Settings, {"allow_origins": sent}, "serve").allow_origins == sent
 
 
 def test_what_the_docs_send_is_taken(server: Server) -> None:

@@ -57,6 +57,15 @@ def test_the_form_of_an_echo(server: Server, lm: LM) -> None:
     assert found["usage"]["prompt_tokens"] == len(lm.prompt_ids(TEXT)) + 3
 
 
+def test_the_token_itself_is_among_the_likeliest(server: Server) -> None:
+    """As OpenAI's: up to one more than were asked for."""
+    found = ask(server, max_tokens=20, temperature=2, seed=3, logprobs=1, ignore_eos=True)["choices"][0]["logprobs"]
+    told = list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))
+    whole = [one for one in told if one[0] and one[0].isascii()]  # others are parts of characters
+    assert whole and all(top[text] == logprob for text, logprob, top in whole)
+    assert {len(top) for _, _, top in told} == {1, 2}
+
+
 def test_a_prompt_that_fills_the_context_is_scored(server: Server, lm: LM) -> None:
     ids = [65] * lm.model.config.seq_len
     found = ask(server, prompt=[ids], max_tokens=0, echo=True, logprobs=0)
