@@ -164,6 +164,8 @@ def capacity(
     Raises:
         UsageError: no such run or recipe; and as `alcoda.engine.capacity.capacity`.
     """
+    if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int):
+        raise UsageError(f"memory_bytes={memory_bytes!r}: a whole number of bytes: 24 * 10**9")
     if dtype not in (allowed := ("auto", *DTYPES)):
         raise UsageError(f"dtype {dtype!r}{did_you_mean(dtype, allowed)}")
     what = named(str(model) if isinstance(model, str | Path) else "model", settings, overlays)

@@ -126,7 +126,8 @@ def explain(error: ValidationError, what: str) -> UsageError:
     """One readable message of a pydantic error: each line names the field by its dotted path, and the trouble."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"]) or what
+        # Of a field that may be one of several types pydantic names the type too, as a schema's insides.
+        path = ".".join(str(part) for part in item["loc"] if "[" not in str(part)) or what
         got = item.get("input")
         shown = (
             "" if isinstance(got, dict | BaseModel) or item["type"] in ("unknown_key", "choice") else f" (got {got!r})"

@@ -29,11 +29,13 @@ from alcoda.depth.rules import (
     SecondOrder,
     StateChange,
     TraceRule,
+    read_rule,
     rules,
 )
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest, Seen, Where
 from alcoda.engine.decode import decode
+from alcoda.errors import UsageError
 from alcoda.model.cost import ledger
 from alcoda.model.positions import rotate
 from alcoda.model.recurrence.exit_gate import log_exit_prior
@@ -374,3 +376,10 @@ def test_a_reader_forgets_nothing_of_rows_that_wait() -> None:
     assert torch.allclose(last[0, 0], whole[0, 4], rtol=0, atol=1e-10)
     assert torch.allclose(last[1, 0], whole[1, 2], rtol=0, atol=1e-10)
     assert reader.depths[1][1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("said", ["state:x", "state:nan"])
+def test_a_threshold_that_is_none_is_told_in_words(said: str) -> None:
+    with pytest.raises(UsageError, match=r"threshold: input should be") as found:
+        read_rule(said)
+    assert "validator" not in str(found.value) and "0x" not in str(found.value)
