@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, a
 
 import torch
 from serve_process import serving
+from uvicorn.loops.auto import auto_loop_factory
 
 import alcoda
 from alcoda.engine.bench import Spread
@@ -69,21 +70,37 @@ class Alone:
         return sum(len(completion.tokens) for completion in made), seconds
 
 
+class Client(asyncio.Protocol):
+    """A request and what comes of it. It does no more than it must while others are served: it is of the same cores,
+    and who takes one from the server's thread makes the engine's wait too."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request, self.parts, self.first_s = request, [], 0.0
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.began_s = time.perf_counter()
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first_s and b'"text":"' in data.replace(b'"text":""', b""):
+            self.first_s = time.perf_counter() - self.began_s
+        self.parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
 async def stream(host: str, port: int, body: bytes) -> tuple[float, int]:
     """Seconds to the first text, and how many tokens came, as the server counts them."""
-    began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    first, last = None, b""
-    while data := await reader.read(1 << 16):
-        if first is None and b'"text":"' in data.replace(b'"text":""', b"").replace(b": ", b":"):
-            first = time.perf_counter() - began
-        last = (last + data)[-4096:]
-    writer.close()
-    assert first is not None and b"[DONE]" in last, last
-    (usage,) = (line for line in last.split(b"\n") if b'"completion_tokens"' in line and b"data: {" in line)
-    return first, json.loads(usage[usage.index(b"{") :])["usage"]["completion_tokens"]
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    _, client = await asyncio.get_running_loop().create_connection(lambda: Client(request), host, port)
+    await client.closed
+    said = b"".join(client.parts)
+    assert client.first_s and b"[DONE]" in said, said[-4096:]
+    (usage,) = (line for line in said.split(b"\n") if b'"completion_tokens"' in line and b"data: {" in line)
+    return client.first_s, json.loads(usage[usage.index(b"{") :])["usage"]["completion_tokens"]
 
 
 async def served(url: str, concurrency: int, bodies: Sequence[bytes]) -> tuple[int, float, list[float]]:
@@ -122,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Tokens and seconds of each round, of the engine and of the server.
     rounds: list[tuple[list[float], list[float]]] = []
     first_s, first_alone_s = [], []
-    with serving(options.model) as server, asyncio.Runner() as clients:
+    with serving(options.model) as server, asyncio.Runner(loop_factory=auto_loop_factory()) as clients:
         ready_s.append(server.ready_s)
         name = server.said["models"][0].partition(":")[0]
 

@@ -152,7 +152,7 @@ def test_recipes_by_name_from_anywhere(tmp_path: Path, run_cli: Cli, monkeypatch
     monkeypatch.chdir(tmp_path)
     by_path = run_cli.ok("cost", ROOT / "recipes/mini/grt.yaml", "--json").json
     for name in ("mini/grt", "mini/grt.yaml"):
-        assert run_cli.ok("cost", name, "--json").json == by_path | {"recipe": name}
+        assert run_cli.ok("cost", name, "--json").json == by_path | {"recipe": name, "what": name}
     run_cli.refused("cost", "mini/gtr", says=("cannot read the recipe mini/gtr", "near it: mini/grt", "alcoda recipes"))
     Path("mini/grt").mkdir(parents=True)  # what is here comes first
     run_cli.refused("train", "mini/grt", says=("mini/grt is a folder",))
