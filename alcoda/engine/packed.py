@@ -30,7 +30,7 @@ ROWS = 8
 """Of a product that a layout is chosen for; it serves others."""
 HELD_TWICE = 64 * 2**20
 """Bytes of a tied head, at most, that is laid out beside the embedding whose weights it has; a larger one is read as it
-stands there, in down to half the speed (docs/LOG.md)."""
+stands there, at two thirds to half the speed (docs/LOG.md)."""
 
 _SERVED: WeakKeyDictionary[RecurrentLM, tuple[Any, RecurrentLM]] = WeakKeyDictionary()
 
