@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from alcoda.engine.request import Completion, Request
 
 T = TypeVar("T")
 Listener = Callable[[Completion], None]
-"""Is told, in the engine's thread, that a completion has new tokens or has ended."""
+"""Is told, in the engine's thread, that a completion has new tokens or has ended. What it raises ends the thread."""
 
 
 class Background:
@@ -103,7 +104,8 @@ class Background:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Completion]()
 
         def tell(completion: Completion) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, completion)
+            with suppress(RuntimeError):  # the caller's loop has ended: nobody is left to be told, the others go on
+                loop.call_soon_threadsafe(queue.put_nowait, completion)
 
         made = self.submit(request, tell)
         running = set(made)

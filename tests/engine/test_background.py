@@ -61,6 +61,26 @@ def test_who_leaves_early_is_cancelled() -> None:
     made.check_idle()
 
 
+def test_a_loop_that_ends_first_ends_nobody_else() -> None:
+    """The engine has still to tell of a completion when the event loop of the caller is closed."""
+    made, goes = engine(), threading.Event()
+
+    async def leave(background: Background) -> None:
+        asked = asyncio.ensure_future(whole(background, Request((1, 2), 29)))
+        while not made.has_work:
+            await asyncio.sleep(0)
+        asked.cancel()
+
+    with Background(made) as background:
+        held = background.call(goes.wait)
+        asyncio.run(leave(background))
+        goes.set()
+        assert held.result(60)
+        (found,) = asyncio.run(asyncio.wait_for(whole(background, Request((3,), 2)), 60))
+        assert found.finish == "length" and background.is_alive
+    made.check_idle()
+
+
 @pytest.mark.parametrize("drain", [False, True])
 def test_stopping(drain: bool) -> None:
     made, told = engine(), list[Completion]()
