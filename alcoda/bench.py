@@ -10,8 +10,9 @@ import torch
 from alcoda.depth.record import Trace
 from alcoda.depth.tiers import Tiers, command
 from alcoda.engine.bench import BenchResult, bench
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
 from alcoda.engine.llm import LM, load
+from alcoda.engine.options import Options
 from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_serves
 from alcoda.engine.workload import REQUESTS, Script, Work, record, spread_depths

@@ -23,7 +23,9 @@ def _bench() -> None:
 
 @app.command()
 def engine(
-    run: Annotated[Path | None, typer.Argument(help="A run folder. Default: --shape.", metavar="[RUN]")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder, or mini. Default: --shape.", metavar="[RUN]")
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(

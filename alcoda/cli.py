@@ -152,7 +152,7 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming."""
     from alcoda import api
-    from alcoda.engine.engine import Options
+    from alcoda.engine.options import Options
 
     lm = api.load(run, checkpoint, decode_only=True)
     how: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}

@@ -15,7 +15,7 @@ from alcoda.show import flops, print_json, print_table, say
 def harness(
     run: Annotated[
         Path | None,
-        typer.Argument(help="A run folder (what alcoda train --out or alcoda pack wrote).", metavar="RUN"),
+        typer.Argument(help="A run folder (what alcoda train --out or alcoda pack wrote), or mini.", metavar="RUN"),
     ] = None,
     tasks: Annotated[
         str,

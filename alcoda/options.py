@@ -12,7 +12,10 @@ from alcoda.errors import UsageError
 
 Run = Annotated[
     Path,
-    typer.Argument(help="A run folder (what alcoda train --out, alcoda pack or alcoda import wrote).", metavar="RUN"),
+    typer.Argument(
+        help="A run folder (what alcoda train --out, alcoda pack or alcoda import wrote), or mini, which comes along.",
+        metavar="RUN",
+    ),
 ]
 Set = Annotated[
     list[str] | None,

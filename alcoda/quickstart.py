@@ -22,7 +22,7 @@ from rich.text import Text
 
 from alcoda import api
 from alcoda.data.prepare import Data, prepare
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.errors import UsageError
 from alcoda.files import read_json
 from alcoda.measure.bigram import Bigram

@@ -46,12 +46,14 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Completions that wait; above: 429.", min=0)] = 256,
     max_body: Annotated[str, typer.Option(help="Of a request's body.", metavar="SIZE")] = "4MiB",
     max_n: Annotated[int, typer.Option(help="Completions of a prompt.", min=1)] = 16,
-    deadline: Annotated[float | None, typer.Option(help="Seconds of a request, queue included.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds of a request, queue included.", min=0.001)] = None,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM.", min=0)] = 30.0,
     audit: Annotated[
         float, typer.Option(help="Rerun this share of requests at full depth when idle.", min=0, max=1)
     ] = 0.0,
-    loops: Annotated[int | None, typer.Option(help="A request may ask for so many. Default: the model's.")] = None,
+    loops: Annotated[
+        int | None, typer.Option(help="A request may ask for so many. Default: the model's.", min=1)
+    ] = None,
     width: Annotated[int, typer.Option(help="Tokens of a launch, at most.", min=1)] = 32,
     wavefront: Wavefront = None,
     deterministic: Annotated[
@@ -116,9 +118,12 @@ def serve(
             return
         models = ", ".join(started.described()["models"])
         say(f"{started.url}: ready, with a page for people there and OpenAI's API at {started.url}/v1 ({models})")
-        if note := started.worker.catalogue.note:
-            say(f"no tiers: {note}")
+        for note in started.worker.notes():
+            say(note)
 
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        signal.signal(number, server.on_signal)  # what `run` leaves behind: no moment of its end is without
     server.run(ready)
-    for number in (signal.SIGTERM, signal.SIGINT):  # it has ended as it was asked to: once more changes nothing
+    for number in signals:  # it has ended as it was asked to: once more changes nothing, until the process is gone
         signal.signal(number, signal.SIG_IGN)

@@ -41,7 +41,7 @@ def server(
     Args:
         run: a run folder, the name of a model that comes with the package, or a loaded model.
         policy: tiers by API key and depth under load (`alcoda.serve.settings.Policy`), or a YAML file of it.
-        engine: fields of `alcoda.engine.engine.Options`.
+        engine: fields of `alcoda.engine.options.Options`.
         checkpoint, decode_only: of a run that is named, as of `alcoda.load`.
         settings: fields of `alcoda.serve.settings.Settings`: host, port, api_keys, max_waiting, ...
 

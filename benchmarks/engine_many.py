@@ -31,7 +31,8 @@ from torch import Tensor
 
 from alcoda.depth.rules import ExitRule, read_rule
 from alcoda.engine.decode import decode
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_drafts
 from alcoda.engine.request import Completion, Request

@@ -23,7 +23,8 @@ from torch import Tensor
 from alcoda.depth.replay import replay
 from alcoda.depth.rules import ExitRule, Scored, read_rule
 from alcoda.depth.watch import ExitTest
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.request import Completion, Request, Step
 from alcoda.engine.sampling import Drawn, Row
 from alcoda.measure.text import streams_of

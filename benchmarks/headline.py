@@ -35,7 +35,8 @@ from variants import resident_bytes
 from alcoda.engine import packed
 from alcoda.engine.bench import Spread
 from alcoda.engine.cache import bytes_per_token
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.request import Request
 from alcoda.engine.workload import check_all_ran
 from alcoda.errors import UsageError

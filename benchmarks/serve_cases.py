@@ -10,7 +10,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as the command line does
 
 import alcoda
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.serve.load.prompts import BUILT_IN
 
 TIERS = ("fast", "balanced", "exact")

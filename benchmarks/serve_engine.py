@@ -32,7 +32,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 import alcoda
 from alcoda.engine.bench import Spread
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.serve.load.prompts import BUILT_IN
 
 RATIO = 0.85

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alcoda.engine.decode import decode
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.engine.refusals import refuses
 from alcoda.engine.request import Completion, Request, Token
 from alcoda.errors import RunError, UsageError

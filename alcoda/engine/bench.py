@@ -143,6 +143,9 @@ def bench(
         deterministic: also decode once with launches that are padded, and compare tokens.
     """
     modes, notes = _modes(work)
+    n_rows, n_requests = work.trace.depths_BT.size(0), max(concurrency) * REQUESTS
+    if n_rows < n_requests:
+        notes.append(f"the trace has {n_rows} rows, and up to {n_requests} requests are decoded: rows are used again")
     scores: list[ModeScore] = []
     forget_peak_memory(work.model.embed.weight.device)
     steps = len(concurrency) * len(modes) * (1 + rounds + deterministic)
@@ -166,7 +169,7 @@ def bench(
     # Weights in bf16 are multiplied so, whatever the passes are asked for.
     dtype = min(work.dtype, model.embed.weight.dtype, key=lambda one: one.itemsize)
     attends = work.engine(modes[0], 1).attends
-    depths_BT = work.trace.depths_BT[: max(concurrency) * REQUESTS, : work.n_cached]
+    depths_BT = work.trace.depths_BT[:n_requests, : work.n_cached]
     return BenchResult(
         what=what,
         loops=work.n_loops,

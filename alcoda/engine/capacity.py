@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from alcoda.engine.cache import bytes_per_token, up
-from alcoda.engine.engine import CACHE_TOKENS, Options
+from alcoda.engine.options import CACHE_TOKENS, Options
 from alcoda.engine.paged import kept_in, paged_on
 from alcoda.engine.refusals import check_serves
 from alcoda.errors import UsageError
@@ -130,7 +130,7 @@ def check_room(model: RecurrentLM, options: Options, n_loops: int, dtype: torch.
     """UsageError where an engine with these options could not get its memory, with what fits.
 
     Only what was asked for is looked at: the cache where ``cache_tokens`` says its size, or ``n_loops`` is more than
-    the model's own (else it is a part of `alcoda.engine.engine.CACHE_TOKENS`, and taken as it is written), and the
+    the model's own (else it is a part of `alcoda.engine.options.CACHE_TOKENS`, and taken as it is written), and the
     least that a token of a launch needs
     (state and anchor in fp32 or finer are twice ``d_model`` numbers, logits ``vocab_size``).
 

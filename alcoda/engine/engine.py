@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from alcoda.depth.watch import Where
 from alcoda.engine.cache import Attends
+from alcoda.engine.options import CACHE_TOKENS, Options
 from alcoda.engine.pace import LaunchTime, best_min_coda
 from alcoda.engine.paged import room
 from alcoda.engine.refusals import check_drafts, check_serves
@@ -28,57 +28,7 @@ from alcoda.engine.scheduler import Coda, Core, Part, Piece, Scheduler
 from alcoda.engine.stats import Stats
 from alcoda.engine.threads import threads_for
 from alcoda.errors import RunError, UsageError
-from alcoda.model.cache_policy import PER_LOOP, CachePolicy
 from alcoda.model.lm import RecurrentLM
-
-CACHE_TOKENS = 32_768
-"""Of an engine's cache where nothing is said, at most."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an engine works.
-
-    Attributes:
-        width: tokens of a launch, at most.
-        places: completions that run at one time; None: as many as ``width``.
-        cache_tokens: room for keys, in tokens of all completions that run (on a GPU in whole pages, of the cache and of
-            each completion: `alcoda.engine.paged`); None: for ``places`` whole contexts, and no more than
-            `CACHE_TOKENS`.
-        refill: whether tokens that begin join those in the loop; else they wait until all of those are out.
-        min_coda: tokens that have left wait for so many; None: as many as pays, by what launches have taken so far.
-        chunk_tokens: of a prompt that are read at one time, or of several prompts that are read together.
-        draft_loops: drafts of the next token after so many loops, where a launch has room to spare (the wavefront);
-            None: none.
-        deterministic: every launch is filled up to ``width`` and each prompt is read alone, so that a completion does
-            not depend on others to the bit.
-        cache: what a token leaves in the cache; another than per_loop reads prompts token by token, and drafts nothing.
-    """
-
-    width: int = 32
-    places: int | None = None
-    cache_tokens: int | None = None
-    refill: bool = True
-    min_coda: int | None = None
-    chunk_tokens: int = 256
-    draft_loops: int | None = None
-    deterministic: bool = False
-    cache: CachePolicy = PER_LOOP
-
-    def __post_init__(self) -> None:
-        for name in ("width", "places", "cache_tokens", "min_coda", "chunk_tokens", "draft_loops"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: at least 1")
-        if self.draft_loops is not None and not self.cache.is_parallel:
-            raise UsageError(
-                f"draft_loops={self.draft_loops} with cache {self.cache.kind!r}: a token must have left the loop when "
-                "the next one enters it; leave draft_loops out, or set cache to per_loop"
-            )
-        if not self.refill and self.draft_loops is not None:
-            raise UsageError(
-                f"draft_loops={self.draft_loops} with refill=False: drafts join tokens in the loop; set refill to true"
-            )
 
 
 class Engine:

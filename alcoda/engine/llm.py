@@ -18,8 +18,9 @@ from alcoda.depth.rules import ExitRule, at_work
 from alcoda.depth.trajectory import NUMBERS, trace
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.alone import Alone
-from alcoda.engine.engine import CACHE_TOKENS, Engine, Options
+from alcoda.engine.engine import Engine
 from alcoda.engine.generated import Generated, Pieces, Texts
+from alcoda.engine.options import CACHE_TOKENS, Options
 from alcoda.engine.packed import DECODES_ONLY, Released, release
 from alcoda.engine.paged import room
 from alcoda.engine.refusals import refuses
@@ -182,7 +183,7 @@ class LM:
             prompt: text, or a list of texts.
             details: for `Generated` objects in place of texts: tokens, the loops of each, why it ended. In a list one
                 that failed has its ``error``, and the others are whole. Also where ``trace`` or ``logprobs`` is asked.
-            engine: how it works (`alcoda.engine.engine.Options`): width, wavefront, deterministic.
+            engine: how it works (`alcoda.engine.options.Options`): width, wavefront, deterministic.
             how: as `request`; ``n`` completions of each prompt come one after the other.
 
         Returns:

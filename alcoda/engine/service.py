@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from alcoda.engine.background import Background
 from alcoda.engine.capacity import check_room
-from alcoda.engine.engine import Options
 from alcoda.engine.generated import Generated, Texts
+from alcoda.engine.options import Options
 from alcoda.engine.request import Request
 from alcoda.errors import RunError, UsageError
 from alcoda.training.device import free_memory_bytes

@@ -16,7 +16,8 @@ from alcoda.depth.exiting import pick_coda_keys
 from alcoda.depth.record import Trace
 from alcoda.depth.rules import Kl, TraceRule
 from alcoda.depth.watch import ExitTest
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.paged import room
 from alcoda.engine.request import Completion, Item, Request
 from alcoda.engine.sampling import Drawn, Row, Sampling

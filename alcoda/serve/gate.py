@@ -68,7 +68,7 @@ class Gate:
             await send(message)
 
         try:
-            self.origins.check(dict(scope["headers"]))
+            self.origins.check(scope["headers"])
             scope.setdefault("state", {})["tier"] = self._tier(scope)
             receive = await self._bounded(scope, receive)
             with self.worker.request():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -18,8 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from alcoda.serve.errors import ApiError
+from alcoda.serve.settings import ANY, is_origin
 
-ANY = "*"
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 PORTS = {"http": ":80", "https": ":443"}
 
@@ -39,9 +39,10 @@ class Origins:
         self.names = LOCAL | names if _is_loopback(host) and not self.is_any else None
         """That ``Host`` may be; None: any."""
 
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """ApiError (403) where a page may not ask, or the request names another place than this one."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
+    def check(self, headers: Collection[tuple[bytes, bytes]]) -> None:
+        """ApiError (403) where a page may not ask, or the request names another place than this one; (400) where it
+        names several."""
+        host, origin = (_only(headers, name) for name in (b"host", b"origin"))
         if self.names is not None and host and _name(host) not in self.names:
             raise ApiError(
                 403,
@@ -49,13 +50,11 @@ class Origins:
                 f"({', '.join(sorted(self.names - {''}))}). Behind a proxy, --allow-origin https://NAME allows NAME",
                 code="host_not_allowed",
             )
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if not origin or self.is_any or origin in self.allowed or _is_at(origin, host):
             return
+        way = f": --allow-origin {origin} lets them" if is_origin(origin) and len(origin) <= 80 else ""
         raise ApiError(
-            403,
-            f"pages of the origin {origin[:80]!r} may not ask this server: --allow-origin {origin[:80]} lets them",
-            code="origin_not_allowed",
+            403, f"pages of the origin {origin[:80]!r} may not ask this server{way}", code="origin_not_allowed"
         )
 
 
@@ -75,6 +74,16 @@ class Cross(CORSMiddleware):
             code="origin_not_allowed",
             headers=kept,
         ).response()
+
+
+def _only(headers: Collection[tuple[bytes, bytes]], name: bytes) -> str:
+    """What a header says; ApiError (400) where it is there twice: a proxy may have looked at the other one."""
+    found = [value for key, value in headers if key == name]
+    if len(found) > 1:
+        raise ApiError(
+            400, f"the header {name.decode().title()} is there {len(found)} times: send one", code="invalid_header"
+        )
+    return found[0].decode("latin-1").lower() if found else ""
 
 
 def _name(place: str) -> str:

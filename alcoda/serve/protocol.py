@@ -104,7 +104,7 @@ class ExitChoice(Body):
 Some = Annotated[Str, Field(min_length=1, max_length=1000)]
 Stop = Annotated[
     Some | Annotated[list[Some], Field(max_length=4)] | None,
-    _or("a string of 1 to 1,000 characters, or a list of at most 4"),
+    _or("a string of 1 to 1,000 characters, or a list of at most 4 of them"),
 ]
 Bias = Annotated[Float, Field(ge=-100, le=100)]
 
@@ -171,9 +171,19 @@ def _prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     is_texts = several and all(isinstance(one, str) for one in value)
     if isinstance(value, str) or is_texts or _is_ids(value) or (several and all(map(_is_ids, value))):
         return value
-    raise PydanticCustomError(
-        "form", "a string, a list of strings, a list of token ids, or a list of such lists; none of them an empty list"
-    )
+    wrong = _wrong_id(value)
+    form = "a string, a list of strings, a list of token ids, or a list of such lists; none of them an empty list"
+    raise PydanticCustomError("form", "{text}", {"text": form if wrong is None else f"{form}; {wrong}"})
+
+
+def _wrong_id(value: Any) -> str | None:
+    """Which of the ids of a prompt is none, where most likely they were meant to be ids."""
+    lists = [value, *value] if isinstance(value, list) else []
+    for ids in lists:
+        if isinstance(ids, list) and any(type(one) is int for one in ids):
+            i, one = next((i, one) for i, one in enumerate(ids) if not _is_ids([one]))
+            return f"ids are whole numbers from 0, and number {i + 1} is {_shown(one)}"
+    return None
 
 
 _SOME_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}

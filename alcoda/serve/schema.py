@@ -37,7 +37,7 @@ CHUNKS: dict[str, type[BaseModel]] = {
 }
 """Of streams: what each event has after ``data:``."""
 MEANINGS = {
-    400: "The request says what cannot be; the message names the field.",
+    400: "The request says what cannot be; the message names the field, or the header that is there twice.",
     401: "No API key of this server.",
     403: "A page of an origin that may not ask, or a Host that is not this server.",
     404: "There is no such model, or no such path.",
@@ -50,12 +50,12 @@ MEANINGS = {
 }
 STOPPED = "The model could not be loaded, or the engine has stopped: the process is to be started anew."
 OF_PATH: dict[str, tuple[int, ...]] = {
-    "/health": (403, 503),
-    "/ready": (403, 503),
-    "/metrics": (401, 403),
-    "/version": (401, 403),
-    "/v1/models": (401, 403, 503),
-    "/v1/models/{model}": (401, 403, 404, 503),
+    "/health": (400, 403, 503),
+    "/ready": (400, 403, 503),
+    "/metrics": (400, 401, 403),
+    "/version": (400, 401, 403),
+    "/v1/models": (400, 401, 403, 503),
+    "/v1/models/{model}": (400, 401, 403, 404, 503),
     "/v1/completions": (400, 401, 403, 404, 408, 413, 415, 429, 500, 503),
     "/v1/chat/completions": (400, 401, 403, 404, 408, 413, 415, 429, 500, 503),
     "/tokenize": (400, 401, 403, 404, 408, 413, 415, 500, 503),

@@ -128,7 +128,7 @@ class Server:
             self.open()
         signals = (signal.SIGTERM, signal.SIGINT)
         # Not the loop's own handlers: they go before the loop does, and a signal then would kill what ends well.
-        before = {number: signal.signal(number, self._signalled) for number in signals}
+        before = {number: signal.signal(number, self.on_signal) for number in signals}
         try:
             self._run(told)
         finally:
@@ -137,7 +137,8 @@ class Server:
         if self._failure is not None:
             raise self._failure
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """A handler: before it runs an interrupt, then `end`, afterwards nothing."""
         if self._loop is None:
             raise KeyboardInterrupt
         with contextlib.suppress(RuntimeError):  # it has ended already

@@ -14,13 +14,15 @@ from alcoda.config import Bool, Config, Float, NonNegativeInt, PositiveFloat, Po
 from alcoda.errors import UsageError
 
 Key = Annotated[str, StringConstraints(min_length=1, pattern=r"^[\x21-\x7e]+$")]
+ANY = "*"
+"""Every origin."""
 Share = Annotated[Float, Field(ge=0, le=1)]
 
 
 def _origin(value: str) -> str:
     value = value.lower()
     # A browser compares to the letter: another form would never match, and nothing would say so.
-    if value not in ("*", "null") and not _is_sent(value):
+    if value != ANY and not is_origin(value):
         raise ValueError(
             f"{value!r} is no origin: as a browser sends it, https://NAME or https://NAME:PORT (80 of http and 443 of "
             "https are left out); or *"
@@ -28,8 +30,10 @@ def _origin(value: str) -> str:
     return value
 
 
-def _is_sent(value: str) -> bool:
+def is_origin(value: str) -> bool:
     """Whether a browser sends an origin in this form."""
+    if value == "null":
+        return True
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", value):
         return False
     try:

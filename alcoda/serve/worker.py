@@ -98,7 +98,7 @@ class Worker:
             raise UsageError(
                 "audit: texts are read again by the whole model, and this one decodes only; leave out one of the two"
             )
-        from alcoda.engine.engine import Options
+        from alcoda.engine.options import Options
         from alcoda.model.cache_policy import pick_cache
         from alcoda.serve.chat import Chat
         from alcoda.serve.tiers import Catalogue
@@ -117,6 +117,18 @@ class Worker:
         service.__enter__()
         self.service = service
         self.metrics.watch(self)
+
+    def notes(self) -> list[str]:
+        """What whoever started the server may not expect of it."""
+        assert self.service is not None
+        seq_len, room = self.lm.model.config.seq_len, self.service.background.engine.runner.arena.n_tokens
+        notes = [f"no tiers: {self.catalogue.note}"] if self.catalogue.note else []
+        if room < seq_len - 1:  # the last token of a text leaves no keys
+            notes.append(
+                f"requests of more than {room + 1} tokens with what is to follow are refused, though the context holds "
+                f"{seq_len}: there is room for keys of {room} (--cache-tokens)"
+            )
+        return notes
 
     def _opened(self, state: State) -> None:
         self.state = state if self.state == "loading" else self.state

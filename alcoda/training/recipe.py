@@ -111,7 +111,7 @@ class Recipe(Config):
     """A run whose weights this one starts from (a path, or ``{run: PATH, checkpoint: best}``); null: fresh weights."""
     trainable: tuple[str, ...] | None = None
     """The parts of the model that learn, by axis (update, inject, core, embed, ...; memory: in the blocks too); null:
-    all. The rest is frozen."""
+    all. The rest is frozen. The ledger counts as if all learnt: what the step saves by it is not in its figures."""
 
     @field_validator("name")
     @classmethod

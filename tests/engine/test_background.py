@@ -10,7 +10,8 @@ import torch
 from engines import small
 
 from alcoda.engine.background import Background
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.request import Completion, Request
 from alcoda.errors import UsageError
 

@@ -10,7 +10,8 @@ from engines import HOUSE, LOOPS, check_alone, engine_of, exits_of, mixed, small
 
 from alcoda.depth.record import Trace
 from alcoda.depth.rules import StateChange, TraceRule
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.refusals import check_serves
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling

@@ -18,7 +18,8 @@ from alcoda.depth.watch import Bounds, Kept, Seen, StateTest
 from alcoda.engine import bench as bench_module
 from alcoda.engine.bench import Spread, bench
 from alcoda.engine.decode import decode
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.stats import Stats, Stopwatch, flop_bound
 from alcoda.engine.workload import (
     MODES,

@@ -17,8 +17,9 @@ from alcoda import api
 from alcoda.depth.record import fingerprint
 from alcoda.depth.rules import Gate, Kl, StateChange
 from alcoda.engine import packed
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
 from alcoda.engine.llm import LM
+from alcoda.engine.options import Options
 from alcoda.engine.packed import Released, release
 from alcoda.engine.request import Request
 from alcoda.errors import UsageError

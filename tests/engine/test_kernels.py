@@ -13,8 +13,9 @@ from engines import small
 from torch import Tensor
 
 from alcoda.engine import cache, kernels
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
 from alcoda.engine.kernels import NAMES, RowAttention, RowPlaces, SlabRows, row_attention
+from alcoda.engine.options import Options
 from alcoda.engine.request import Request
 
 TYPES = list(NAMES)

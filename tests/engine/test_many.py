@@ -13,7 +13,8 @@ from engine_replay import between_scores
 from engines import HOUSE, LOOPS, small
 
 from alcoda.depth.rules import read_rule
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.laws.subject import tokens
 from alcoda.model.lm import RecurrentLM
 

@@ -11,7 +11,8 @@ from engines import small
 from torch import Tensor, nn
 
 from alcoda.engine import packed
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.request import Request
 from alcoda.model.lm import RecurrentLM
 from alcoda.model.precision import HeldLinear

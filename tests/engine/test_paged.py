@@ -19,8 +19,9 @@ from alcoda import show
 from alcoda.engine import paged
 from alcoda.engine.cache import Arena, Attends, RowStore, Span, bytes_per_token, up
 from alcoda.engine.capacity import check_room
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
 from alcoda.engine.kernels import row_attention
+from alcoda.engine.options import Options
 from alcoda.engine.paged import FA2, PagedArena, PagedAttention, PageTables, arena_of, paged_on, room
 from alcoda.engine.request import Request
 from alcoda.errors import UsageError

@@ -10,7 +10,7 @@ from loaded import loaded
 
 from alcoda.engine.cache import Arena
 from alcoda.engine.capacity import ROW_BYTES, check_room
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.errors import UsageError
 from alcoda.training.device import free_memory_bytes
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import alcoda
-from alcoda.engine.engine import Options
 from alcoda.engine.llm import LM
+from alcoda.engine.options import Options
 from alcoda.engine.service import Service
 from alcoda.errors import UsageError
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from engines import small
 
-from alcoda.engine.engine import Engine, Options
+from alcoda.engine.engine import Engine
+from alcoda.engine.options import Options
 from alcoda.engine.threads import AGAIN, TRIES, Threads, threads_for
 
 

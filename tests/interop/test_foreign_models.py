@@ -18,7 +18,7 @@ from torch import Tensor
 import alcoda
 from alcoda import api
 from alcoda.config import validate
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.engine.request import Request
 from alcoda.engine.sampling import Sampling
 from alcoda.errors import UsageError

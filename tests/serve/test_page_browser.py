@@ -106,6 +106,9 @@ def test_two_depths_side_by_side(watched: Watched) -> None:
     rows = page.locator("#histogram tbody tr").all_inner_texts()
     assert rows[0].startswith(f"1\t{len(a)} (100 %)\t0 (0 %)") and rows[7].startswith(f"8\t0 (0 %)\t{len(b)} (100 %)")
     assert "The lab’s text (text:valid.txt" in page.locator(".keys").inner_text()
+    # Both requests, as commands.
+    asked = page.locator("#curl").text_content() or ""
+    assert asked.count("curl -N") == 2 and '"loops": 1' in asked and '"exit": "exact"' in asked
     # The same depth twice is the same text.
     turn(page, "a", 7)
     generate(page)

@@ -6,8 +6,8 @@ import openai
 import pytest
 from serving import NAME, ask, events, serving
 
-from alcoda.engine.engine import Options
 from alcoda.engine.llm import LM
+from alcoda.engine.options import Options
 from alcoda.serve.server import Server
 
 ENGINE = Options(width=4, deterministic=True)

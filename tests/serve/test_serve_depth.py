@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from serving import ask, metric, serving, web
 
-from alcoda.engine.engine import Options
 from alcoda.engine.llm import LM
+from alcoda.engine.options import Options
 from alcoda.serve.server import Server
 
 ENGINE = Options(width=4, deterministic=True)
@@ -29,6 +29,8 @@ ENGINE = Options(width=4, deterministic=True)
         ({"exit": {"rule": "kl", "threshold": [0, 1, 1, 1]}}, {"exit": "kl", "threshold": (0, 1, 1, 1)}, None),
         ({"exit": {"rule": "argmax_stable", "threshold": 1}}, {"exit": "argmax_stable:1"}, None),
         ({"exit": {"rule": "fixed", "threshold": 2}}, {"exit": "fixed:2"}, None),
+        ({"exit": {"rule": "fixed", "threshold": 4}, "loops": {"max": 2}}, {"exit": "fixed:2"}, None),
+        ({"exit": {"rule": "fixed", "threshold": 1}, "loops": {"min": 3}}, {"exit": "fixed:3"}, None),
         (
             {"exit": {"rule": "state", "threshold": 0.6}, "loops": 2},
             {"exit": "state", "threshold": 0.6, "loops": 2},
@@ -50,6 +52,12 @@ def test_depth_is_as_asked(server: Server, lm: LM, body: dict[str, Any], how: di
     assert details["loops"] == sum(token.loops for token in expected.tokens)
     assert details["full_depth_loops"] == 20 * lm.n_loops
     assert found["alcoda"]["mean_loops"] == choice["alcoda"]["mean_loops"] == details["loops"] / 20
+
+
+def test_a_rule_is_told_as_it_was_asked(server: Server) -> None:
+    for threshold, exit in ((3.0, "fixed:3"), (2, "fixed:2")):
+        assert ask(server, exit={"rule": "fixed", "threshold": threshold})["alcoda"]["exit"] == exit
+    assert ask(server, exit={"rule": "state", "threshold": 0.125})["alcoda"]["exit"] == "state:0.125"
 
 
 def test_bounds_hold(server: Server) -> None:
@@ -106,7 +114,8 @@ def test_tiers_of_other_weights_are_not_used(tmp_path: Any) -> None:
     lm.model.load_state_dict(loaded(seed=3, seq_len=96).model.state_dict())
     with serving(lm) as made:
         assert made.described()["models"] == ["tiny", "tiny:exact"]
-        assert "calibrated with weights other than" in str(made.worker.catalogue.note)
+        (note,) = made.worker.notes()
+        assert note.startswith("no tiers: ") and "calibrated with weights other than" in note
 
 
 def test_loops_are_counted(lm: LM) -> None:

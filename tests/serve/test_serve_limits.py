@@ -224,3 +224,13 @@ def _settings() -> Any:
     from alcoda.serve.settings import Settings
 
     return Settings(port=0)
+
+
+@pytest.mark.parametrize(("room", "is_told"), [(94, True), (95, False), (None, False)])
+def test_room_for_less_than_a_context(lm: LM, room: int | None, is_told: bool) -> None:
+    with serving(lm, {"cache_tokens": room}) as made:
+        assert [note[:35] for note in made.worker.notes()] == ["requests of more than 95 tokens wit"] * is_told
+        body = {"prompt": [3] * 50, "temperature": 0, "ignore_eos": True}
+        for n, fits in ((45, True), (46, not is_told)):  # as it is told: up to 95 tokens in all
+            answer = web.post(f"{made.url}/v1/completions", json={**body, "max_tokens": n})
+            assert answer.status_code == (200 if fits else 400), answer.text

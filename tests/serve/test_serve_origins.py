@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shlex
@@ -118,7 +119,7 @@ def test_a_name_that_was_made_to_point_here(shared: Server) -> None:
     ],
 )
 def test_who_may_ask(host: str, allowed: list[str], named: str, origin: str | None, passes: bool) -> None:
-    headers = {b"host": named.encode()} | ({} if origin is None else {b"origin": origin.encode()})
+    headers = [(b"host", named.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
     checks = Origins(host, allowed)
     if passes:
         checks.check(headers)
@@ -126,6 +127,34 @@ def test_who_may_ask(host: str, allowed: list[str], named: str, origin: str | No
         with pytest.raises(ApiError) as found:
             checks.check(headers)
         assert found.value.status == 403
+
+
+@pytest.mark.parametrize("name", ["Host", "Origin"])
+def test_a_header_that_is_there_twice(shared: Server, name: str) -> None:
+    """A proxy may have looked at the first, and a server at the last."""
+    place = shared.url.removeprefix("http://")
+    values = [place, place] if name == "Host" else [shared.url, shared.url]
+    for method, path in (("POST", "/v1/completions"), ("GET", "/health")):
+        connection = http.client.HTTPConnection(place, timeout=60)  # httpx sends no such thing
+        connection.putrequest(method, path, skip_host=name == "Host")
+        for value in values:
+            connection.putheader(name, value)
+        connection.putheader("Content-Length", "0")
+        connection.endheaders()
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+        connection.close()
+        assert (answer.status, error["code"]) == (400, "invalid_header")
+        assert f"the header {name} is there 2 times" in error["message"]
+
+
+@pytest.mark.parametrize(("origin", "lets"), [("https://b.example", True), ("null", True), ("file://", False)])
+def test_the_way_out_is_one(shared: Server, origin: str, lets: bool) -> None:
+    """What a refusal says to start the server with, the server takes."""
+    message = post(shared, Origin=origin).json()["error"]["message"]
+    assert message.endswith(f"--allow-origin {origin} lets them" if lets else "may not ask this server")
+    if lets:
+        assert validate(Settings, {"allow_origins": (origin,)}, "serve").allow_origins == (origin,)
 
 
 @pytest.mark.parametrize("origin", [

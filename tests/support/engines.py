@@ -17,7 +17,7 @@ from alcoda.depth.rules import read_rule
 from alcoda.depth.sequential import ExitReader
 from alcoda.depth.watch import ExitTest
 from alcoda.engine.cache import Arena
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.engine.request import Completion, Request
 from alcoda.engine.sampling import GREEDY, Row, Sampling, draw
 from alcoda.laws.subject import make_plain, tokens

@@ -10,7 +10,7 @@ import torch
 
 import alcoda
 from alcoda.engine.cache import Arena
-from alcoda.engine.engine import Options
+from alcoda.engine.options import Options
 from alcoda.errors import UsageError
 from alcoda.model.cache_policy import caches
 from alcoda.model.config import ModelConfig

@@ -167,10 +167,13 @@ function body(dial, lane) {
 
 function showCurl() {
   if (!state.dials.length) return;
-  const asked = body(state.dials[0], state.lanes[0]);
-  const data = JSON.stringify(asked.body, null, 1).replaceAll("'", "'\\''");
   const key = sessionStorage.getItem("alcoda-key") ? " \\\n  -H \"Authorization: Bearer $ALCODA_API_KEY\"" : "";
-  byId("curl").textContent = `curl -N ${new URL(asked.path, document.baseURI)}${key} \\\n  -H 'Content-Type: application/json' -d '${data}'`;
+  const commands = inUse().map((lane, i) => {
+    const asked = body(state.dials[i], lane);
+    const data = JSON.stringify(asked.body, null, 1).replaceAll("'", "'\\''");
+    return `curl -N ${new URL(asked.path, document.baseURI)}${key} \\\n  -H 'Content-Type: application/json' -d '${data}'`;
+  });
+  byId("curl").textContent = commands.join("\n\n");
 }
 
 function setRunning(controller) {
