@@ -38,7 +38,7 @@ class Background:
         self._listeners: dict[Completion, Listener] = {}
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._idle_jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ticked = monotonic()
+        self._ticked, self._rests = monotonic(), True
         self._change = threading.Condition()
         self._stops = False
         self._thread = threading.Thread(target=self._work, name="alcoda-engine", daemon=True)
@@ -57,8 +57,8 @@ class Background:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the thread last went on, while there is work; 0 where there is none."""
-        return monotonic() - self._ticked if self.engine.has_work or self._jobs else 0.0
+        """Seconds that a launch or a job has taken so far; 0 where the thread waits for work."""
+        return 0.0 if self._rests else monotonic() - self._ticked
 
     def call(self, job: Callable[[], T], when_idle: bool = False) -> Future[T]:
         """Do something with the model in the engine's thread, between two launches; what comes of it.
@@ -155,6 +155,7 @@ class Background:
                 self._tell([completion])
             raise
         finally:
+            self._rests = True
             with self._change:
                 left = [*self._jobs, *self._idle_jobs]
                 self._jobs.clear()
@@ -168,11 +169,12 @@ class Background:
             while not (self.engine.has_work or self._jobs or self._idle_jobs):
                 if self._stops:
                     return False
+                self._rests = True
                 self._change.wait()
-                self._ticked = monotonic()
             if self._stops and not self.engine.has_work:
                 return False
-        self._ticked = monotonic()
+        self._ticked = monotonic()  # before it no longer rests: others read both
+        self._rests = False
         return True
 
     def _do_job(self) -> None:
@@ -188,8 +190,10 @@ class Background:
         try:
             with torch.no_grad(), torch.autocast(self.engine.runner.device.type, enabled=False):
                 found = job()
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             future.set_result(found)
 

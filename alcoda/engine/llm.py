@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +40,7 @@ from alcoda.training.device import autocast
 from alcoda.training.load import LoadedRun, load_run
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
+Prompt = str | Sequence[int] | np.ndarray | Tensor
 
 
 MOST_TESTS = 256
@@ -289,7 +292,7 @@ class LM:
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         loops: int | None = None,
         max_tokens: int = 128,
@@ -351,8 +354,6 @@ class LM:
             raise UsageError(
                 f"threshold={threshold}: it is of an exit rule that is named: exit='state', threshold=0.01"
             )
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise UsageError(f"prompt {prompt!r}: text, or token ids")
         self.model.config.check_decodes()
         sampling = validate(
             Sampling,
@@ -401,12 +402,22 @@ class LM:
             cache=keeps,
         )
 
-    def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """What the model reads of a prompt. Training documents begin with a token of their own, which the first token
-        of a text is predicted from; ids are taken as they are."""
+        of a text is predicted from; ids are taken as they are.
+
+        Raises:
+            UsageError: neither text nor ids.
+        """
         if isinstance(prompt, str):
             return (self.tokenizer.bos, *self.tokenizer.encode(prompt).tolist())
-        return tuple(prompt)
+        given = prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt
+        try:
+            if isinstance(given, Sequence) and not isinstance(given, bytes):
+                return tuple(map(operator.index, given))
+        except TypeError:  # numbers that are not whole, or rows of them
+            pass
+        raise UsageError(f"prompt {reprlib.repr(prompt)}: a text, or the ids of its tokens, which are whole numbers")
 
     def _test(
         self,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,13 @@ PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9), (10, 11)]
 
 def engine() -> Engine:
     return Engine(small(), Options(width=4, places=2), dtype=torch.float64)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
 
 
 async def whole(background: Background, request: Request) -> list[Completion]:
@@ -104,6 +114,44 @@ def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
         assert not background.stop(timeout_s=0.05) and background.is_alive
         goes.set()
         assert background.stop(timeout_s=60) and not background.is_alive
+
+
+@pytest.mark.parametrize("kind", ["read", "loop", "read_out", "job"])
+def test_what_does_not_go_on_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every launch, though what is in it waits for nothing else; and never of a thread that waits for work."""
+    made, goes, begins = engine(), threading.Event(), threading.Event()
+
+    def holds(*arguments: Any) -> Any:
+        begins.set()
+        goes.wait(60)
+        return None if kind == "job" else before(*arguments)
+
+    if kind != "job":
+        before = getattr(made.runner, kind)
+        monkeypatch.setattr(made.runner, kind, holds)
+    with Background(made) as background:
+        assert background.stalled_s == 0
+        if kind == "job":
+            background.call(holds)
+        else:
+            background.submit(Request((1, 2, 3), 3), lambda completion: None)
+        assert begins.wait(60)
+        until(lambda: background.stalled_s > 0.05)
+        goes.set()
+        until(lambda: background.stalled_s == 0)
+    made.check_idle()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_ends_the_thread_is_told_of() -> None:
+    def leaves() -> None:
+        raise SystemExit(3)
+
+    with Background(engine()) as background:
+        with pytest.raises(SystemExit):
+            background.call(leaves).result(60)
+        background.stop()
+        assert isinstance(background.failure, SystemExit) and background.stalled_s == 0
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import alcoda
 from alcoda.engine.llm import LM
@@ -48,6 +51,19 @@ def test_streams_that_run_together_are_those_of_each_alone(lm: LM, service: Serv
     assert all(len(pieces) > 1 for pieces in found), "piece by piece"
     rows, launches = service.background.engine.stats.rows["core"], service.background.engine.stats.launches["core"]
     assert rows > 1.5 * launches, "they shared launches"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda ids: [np.int64(one) for one in ids]])
+def test_ids_of_a_prompt(lm: LM, kind: Callable[[list[int]], Any]) -> None:
+    ids = list(lm.prompt_ids("The fox"))
+    assert lm.request(kind(ids)).prompt == tuple(ids)
+    assert lm.generate([kind(ids)], max_tokens=6) == [lm.generate("The fox", max_tokens=6)]
+
+
+@pytest.mark.parametrize("prompt", [[5, 6.9], [5.0], b"The", 5, None, {5}, [[5]], np.array([5.0]), torch.ones(2, 2)])
+def test_what_is_no_prompt(lm: LM, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=r"^prompt .*: a text, or the ids of its tokens, which are whole numbers$"):
+        lm.request(prompt)
 
 
 def test_completions_of_a_prompt(lm: LM, service: Service) -> None:
