@@ -1,5 +1,18 @@
-"""``python -m alcoda``."""
+"""The command ``alcoda``, and ``python -m alcoda``."""
 
-from alcoda.cli import main
+import signal
+import sys
 
-main()
+
+def main() -> None:
+    """`alcoda.cli.main`, which takes a while to import: an interrupt in the middle of that is one, too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        from alcoda.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

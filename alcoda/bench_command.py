@@ -150,6 +150,8 @@ def serve(
     from alcoda.files import write_json
     from alcoda.serve.load.bench import bench_serve  # not by way of the API: a client needs no torch
 
+    if out is not None and out.is_dir():
+        raise UsageError(f"--out {out}: it is a folder; name a file in it")
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
     found = bench_serve(

@@ -342,16 +342,19 @@ def main() -> None:
     # Before torch is loaded: threads that spin while they wait make a step ten times slower when anything else runs on
     # the machine, and are no faster when nothing does (docs/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, _terminate)
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             app()
         finally:
             sys.stdout.flush()
-    except SystemExit as end:
-        if end.code == 130:  # what typer makes of a KeyboardInterrupt
-            say("interrupted; nothing that was finished is lost")
-        raise
+    except (SystemExit, KeyboardInterrupt) as end:
+        if (
+            isinstance(end, SystemExit) and end.code != 130
+        ):  # what typer makes of a KeyboardInterrupt, once it is at work
+            raise
+        say("interrupted; nothing that was finished is lost")
+        sys.exit(130)
     except (UsageError, RunError) as error:
         if debug:
             raise
@@ -384,10 +387,6 @@ def _end(code: int) -> NoReturn:
             stream.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _terminate(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

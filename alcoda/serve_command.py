@@ -52,7 +52,7 @@ def serve(
         float, typer.Option(help="Rerun this share of requests at full depth when idle.", min=0, max=1)
     ] = 0.0,
     loops: Annotated[
-        int | None, typer.Option(help="A request may ask for so many. Default: the model's.", min=1)
+        int | None, typer.Option(help="A request may ask for so many: the model's (default) or more.", min=1)
     ] = None,
     width: Annotated[int, typer.Option(help="Tokens of a launch, at most.", min=1)] = 32,
     wavefront: Wavefront = None,

@@ -104,8 +104,10 @@ class Background:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Completion]()
 
         def tell(completion: Completion) -> None:
-            with suppress(RuntimeError):  # the caller's loop has ended: nobody is left to be told, the others go on
+            try:
                 loop.call_soon_threadsafe(queue.put_nowait, completion)
+            except RuntimeError:  # the caller's loop has ended, and so did it without a word
+                self.cancel(completion)
 
         made = self.submit(request, tell)
         running = set(made)
@@ -149,18 +151,21 @@ class Background:
                     if self.engine.has_work:
                         self._tell(self.engine.step() or [])
         except BaseException as error:
-            self.failure = error
-            for completion in list(self._listeners):
+            with self._change:  # who asks now is refused
+                self.failure = error
+                left = list(self._listeners)
+            for completion in left:
                 completion.finish, completion.error = "error", f"the engine has stopped: {error}"
-                self._tell([completion])
+                with suppress(Exception):  # it may be what failed: the others are told all the same
+                    self._tell([completion])
             raise
         finally:
             self._rests = True
             with self._change:
-                left = [*self._jobs, *self._idle_jobs]
+                jobs = [*self._jobs, *self._idle_jobs]
                 self._jobs.clear()
                 self._idle_jobs.clear()
-            for _, future in left:
+            for _, future in jobs:
                 future.cancel()
 
     def _wait(self) -> bool:

@@ -66,6 +66,8 @@ class Service:
                 given = len(text.text)
             if completion.error is not None:
                 raise RunError(completion.error)
+            if completion.finish == "cancelled":  # not by who reads this: they would have left
+                raise RunError("the engine was stopped before the text had ended")
 
     async def generate(self, prompt: str, **how: Any) -> list[Generated]:
         """All completions of a prompt once they have ended; arguments as `LM.request`. One that failed says why

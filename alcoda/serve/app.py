@@ -152,7 +152,7 @@ def _routes(app: FastAPI, worker: Worker) -> None:
         worker.check_ready()
         body = read(TokenizeBody, await request.body())
         worker.catalogue.tier_of(body.model)
-        lm, tokenizer = worker.lm, worker.lm.tokenizer
+        tokenizer = worker.lm.tokenizer
 
         def encode() -> Response:
             ids = [
@@ -160,7 +160,7 @@ def _routes(app: FastAPI, worker: Worker) -> None:
                 *tokenizer.encode(body.prompt).tolist(),
             ]
             texts = [tokenizer.decode_bytes([i]).decode(errors="replace") for i in ids]
-            told = {"tokens": ids, "texts": texts, "count": len(ids), "max_model_len": lm.model.config.seq_len}
+            told = {"tokens": ids, "texts": texts, "count": len(ids), "max_model_len": worker.context}
             return json_response(told)
 
         try:

@@ -121,15 +121,16 @@ def _make(body: CompletionBody | ChatBody, worker: Worker, depth: Depth) -> Plan
             param="logprobs",
         )
     for ids in prompts:
-        _check_fits(ids, asked, named, lm.model.config.seq_len, isinstance(body, ChatBody))
+        _check_fits(ids, asked, named, worker, isinstance(body, ChatBody))
     how = _how(body, stops, logprobs) | depth.how
-    seq_len = lm.model.config.seq_len
     assert worker.service is not None
     engine = worker.service.background.engine
     for ids in prompts:
         engine.check_prompt(ids)
     like = lm.request((0,), max_tokens=1, **how)
-    requests = [None if asked == 0 else lm.request(ids, max_tokens=asked or seq_len, **how) for ids in prompts]
+    requests = [
+        None if asked == 0 else lm.request(ids, max_tokens=asked or worker.context - len(ids), **how) for ids in prompts
+    ]
     if ends and not body.ignore_eos:
         requests = [one and replace(one, stop_ids=one.stop_ids | ends) for one in requests]
     for request in requests:
@@ -208,10 +209,13 @@ def _prompts(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _check_fits(ids: Sequence[int], asked: int | None, named: str | None, seq_len: int, is_chat: bool) -> None:
+def _check_fits(ids: Sequence[int], asked: int | None, named: str | None, worker: Worker, is_chat: bool) -> None:
     """ApiError where a prompt and what is to follow (``named`` says so) are longer than the context."""
+    seq_len = worker.lm.model.config.seq_len
+    context = worker.context if asked != 0 else seq_len  # what is only scored leaves no keys in the cache
+    whose = "this model's context" if context == seq_len else "this server's cache"
     name = "messages" if is_chat else "prompt"
-    least, room = 1 if asked is None else asked, seq_len - len(ids)
+    least, room = 1 if asked is None else asked, context - len(ids)
     if least <= room:
         return
     what = f"{len(ids)} tokens of {name} and {least} to follow"
@@ -221,9 +225,7 @@ def _check_fits(ids: Sequence[int], asked: int | None, named: str | None, seq_le
         way, param = f"shorten {name}, or set max_tokens to {room} or less", name
     else:
         way, param = f"shorten {name}, or lower {named} to {room} or less", named
-    raise ApiError(
-        400, f"{what}, and this model's context holds {seq_len}: {way}", param=param, code="context_length_exceeded"
-    )
+    raise ApiError(400, f"{what}, and {whose} holds {context}: {way}", param=param, code="context_length_exceeded")
 
 
 def _least(*numbers: float | None) -> float | None:

@@ -178,11 +178,12 @@ def _prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
 
 def _wrong_id(value: Any) -> str | None:
     """Which of the ids of a prompt is none, where most likely they were meant to be ids."""
-    for ids in [value, *value] if isinstance(value, list) else []:
-        if isinstance(ids, list) and any(type(one) is int for one in ids):
+    for p, ids in enumerate([value, *value] if isinstance(value, list) else []):
+        if isinstance(ids, list) and any(isinstance(one, int | float) for one in ids):
             for i, one in enumerate(ids):
                 if not _is_ids([one]):
-                    return f"ids are whole numbers from 0, and number {i + 1} is {_shown(one)}"
+                    of = f" of prompt {p}" if p else ""
+                    return f"ids are whole numbers from 0 to {MAX_SEED}, and number {i + 1}{of} is {_shown(one)}"
     return None
 
 

@@ -130,27 +130,28 @@ class Catalogue:
             raise ApiError(
                 400, f"exit.rule: unknown rule {exit.rule!r}{did_you_mean(exit.rule, allowed)}", param="exit.rule"
             )
-        threshold, low = exit.threshold, loops.min if isinstance(loops, LoopBounds) else None
+        threshold, most = exit.threshold, self._check(self._most(loops, self.max_loops, self.n_loops))
         said = exit.rule if threshold is None else f"{exit.rule}:{threshold}"
-        n_loops = self._check(self._most(loops, self.max_loops, self.n_loops))
-        how: dict[str, Any] = {"exit": exit.rule, "loops": n_loops, "min_loops": low}
+        # A number of loops is the depth that the rule is of; bounds leave it at the model's, or deeper.
+        n_loops = most if isinstance(loops, int) else max(most, self.n_loops)
+        how: dict[str, Any] = {"exit": exit.rule, "loops": n_loops, **_bounds(loops)}
         if rules()[exit.rule].short == "loops":  # the number is one of loops, not a threshold
-            limit = max(n_loops, self.n_loops)  # bounds of ``loops`` bound it, as any exit
             if isinstance(threshold, list) or (
-                threshold is not None and not (threshold.is_integer() and 1 <= threshold <= limit)
+                threshold is not None and not (threshold.is_integer() and 1 <= threshold <= n_loops)
             ):
                 sent = f"a list of {len(threshold)}" if isinstance(threshold, list) else f"{threshold:g}"
-                why = f"exit.threshold={sent}: {exit.rule} takes a whole number of loops, from 1 to {limit}"
+                deeper = f' (with "loops": {{"max": n}} up to {self.max_loops})' if n_loops < self.max_loops else ""
+                why = f"exit.threshold={sent}: {exit.rule} takes a whole number of loops, from 1 to {n_loops}{deeper}"
                 raise ApiError(400, why, param="exit.threshold")
             if threshold is not None:
                 said = f"{exit.rule}:{int(threshold)}"
-                how["exit"] = f"{exit.rule}:{min(int(threshold), n_loops)}"
+                how["exit"] = said
         else:
             if threshold is None:
                 why = f"exit.threshold: {exit.rule} needs a number, or a list with one for each loop"
                 raise ApiError(400, why, param="exit.threshold")
             how["threshold"] = threshold
-        return Depth(None, said, n_loops, how)
+        return Depth(None, said, most, how)
 
     def _fixed(self, tier: str | None, loops: int | LoopBounds | None) -> Depth:
         limit = self.max_loops if tier is None else self.n_loops

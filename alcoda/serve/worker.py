@@ -105,6 +105,11 @@ class Worker:
 
         name = self.settings.name or lm.loaded.run.path.resolve().name
         most = lm.n_loops if self.settings.loops is None else lm.model.config.check_loops(self.settings.loops)
+        if most < lm.n_loops:
+            raise UsageError(
+                f"loops={most}: the model's own depth is {lm.n_loops}, which requests get that ask for none; give "
+                f"{lm.n_loops} or more, and for less depth a tier (default_tier of --policy)"
+            )
         self.catalogue = Catalogue(lm, name, self.settings.policy, most)
         self.chat = Chat(lm.tokenizer, lm.loaded.chat_template)
         lm.tokenizer.decode_bytes([0])  # its tables are made at the first use
@@ -121,14 +126,21 @@ class Worker:
     def notes(self) -> list[str]:
         """What whoever started the server may not expect of it."""
         assert self.service is not None
-        seq_len, room = self.lm.model.config.seq_len, self.service.background.engine.runner.arena.n_tokens
+        seq_len = self.lm.model.config.seq_len
         notes = [f"no tiers: {self.catalogue.note}"] if self.catalogue.note else []
-        if room < seq_len - 1:  # the last token of a text leaves no keys
+        if self.context < seq_len:
             notes.append(
-                f"requests of more than {room + 1} tokens with what is to follow are refused, though the context holds "
-                f"{seq_len}: there is room for keys of {room} (--cache-tokens)"
+                f"requests of more than {self.context} tokens with what is to follow are refused, though the model's "
+                f"context holds {seq_len}: there is room for keys of no more (--cache-tokens)"
             )
         return notes
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and what follows, at most."""
+        assert self.service is not None
+        room = self.service.background.engine.runner.arena.n_tokens
+        return min(self.lm.model.config.seq_len, room + 1)  # the last token leaves no keys
 
     def _opened(self, state: State) -> None:
         self.state = state if self.state == "loading" else self.state
@@ -298,7 +310,7 @@ def new_id(prefix: str) -> str:
 
 def described(worker: Worker) -> list[dict[str, Any]]:
     """The models, as /v1/models lists them."""
-    config, catalogue = worker.lm.model.config, worker.catalogue
+    catalogue = worker.catalogue
     return [
         {
             "id": name,
@@ -310,7 +322,7 @@ def described(worker: Worker) -> list[dict[str, Any]]:
                 "n_loops": catalogue.loops.get(tier or "", catalogue.n_loops),
                 "mean_loops": catalogue.mean_loops.get(tier or "", float(catalogue.n_loops)),
                 "max_loops": catalogue.max_loops,
-                "context": config.seq_len,
+                "context": worker.context,
                 "is_chat": worker.chat.has_template,
             },
         }

@@ -142,6 +142,46 @@ def test_what_does_not_go_on_is_told(kind: str, monkeypatch: pytest.MonkeyPatch)
     made.check_idle()
 
 
+def test_who_is_gone_without_a_word_holds_no_place() -> None:
+    """Its loop was closed in the middle of it, and its generator is still there."""
+    made, loop = engine(), asyncio.new_event_loop()
+    with Background(made) as background:
+        held = background.call((goes := threading.Event()).wait)
+        stream = background.stream(Request((1, 2), 29))
+
+        async def begin() -> None:
+            stream.__anext__().__await__().send(None)  # as far as it goes without a token, and no task that is pending
+
+        loop.run_until_complete(begin())
+        loop.close()
+        goes.set()
+        assert held.result(60)
+        until(lambda: background.stalled_s == 0 and not made.running)
+        assert made.stats.tokens < 10
+    made.check_idle()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_fails_leaves_nobody_waiting() -> None:
+    def fails(completion: Completion) -> None:
+        raise ValueError("a listener's")
+
+    async def ask(background: Background) -> list[list[Completion]]:
+        others = [asyncio.ensure_future(whole(background, Request((3,), 29)))]
+        await asyncio.sleep(0)
+        background.submit(Request((1, 2), 29), fails)
+        others += [asyncio.ensure_future(whole(background, Request((n,), 29))) for n in (4, 5)]
+        await asyncio.sleep(0)
+        goes.set()
+        return await asyncio.gather(*others)
+
+    with Background(engine()) as background:
+        background.call((goes := threading.Event()).wait)
+        found = asyncio.run(asyncio.wait_for(ask(background), 60))
+        assert [one.finish for (one,) in found] == ["error"] * 3
+        assert not background.is_alive and isinstance(background.failure, ValueError)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_that_ends_the_thread_is_told_of() -> None:
     def leaves() -> None:

@@ -14,7 +14,7 @@ import alcoda
 from alcoda.engine.llm import LM
 from alcoda.engine.options import Options
 from alcoda.engine.service import Service
-from alcoda.errors import UsageError
+from alcoda.errors import RunError, UsageError
 
 PROMPTS = ["The fox", "Once upon", "n4>n9;", "A"]
 HOW = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
@@ -90,3 +90,16 @@ def test_what_cannot_be_is_said_at_once(service: Service, how: dict[str, int], m
 
     with pytest.raises(UsageError, match=message):
         asyncio.run(asks())
+
+
+def test_a_stream_that_is_stopped_is_no_whole_text(lm: LM) -> None:
+    async def read() -> str:
+        text = ""
+        with lm.service() as service:
+            async for piece in service.stream("The fox", max_tokens=100, ignore_eot=True):
+                text += piece
+                service.background.stop()
+        return text
+
+    with pytest.raises(RunError, match="stopped before the text had ended"):
+        asyncio.run(read())

@@ -124,6 +124,7 @@ def test_a_port_that_is_taken() -> None:
         (("mini", "--host", "no.such.host.invalid"), "--host no.such.host.invalid"),
         (("mini", "--policy", "no.yaml"), "--policy no.yaml"),
         (("mini", "--deadline", "inf"), "deadline_s: "),
+        (("mini", "--loops", "3"), "loops=3: the model's own depth is 8"),
         (("mini", "--max-body", "much"), "--max-body much"),
         (("mini", "--name", "a:b"), "name: "),
         (("mini", "--api-key", "a b"), "api_keys"),

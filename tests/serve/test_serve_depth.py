@@ -32,6 +32,11 @@ ENGINE = Options(width=4, deterministic=True)
         ({"exit": {"rule": "fixed", "threshold": 4}, "loops": {"max": 2}}, {"exit": "fixed:2"}, None),
         ({"exit": {"rule": "fixed", "threshold": 1}, "loops": {"min": 3}}, {"exit": "fixed:3"}, None),
         (
+            {"exit": {"rule": "kl", "threshold": [0, 1, 1, 1]}, "loops": {"max": 2}},
+            {"exit": "kl", "threshold": (0, 1, 1, 1), "max_loops": 2},
+            None,
+        ),
+        (
             {"exit": {"rule": "state", "threshold": 0.6}, "loops": 2},
             {"exit": "state", "threshold": 0.6, "loops": 2},
             None,

@@ -230,7 +230,18 @@ def _settings() -> Any:
 def test_room_for_less_than_a_context(lm: LM, room: int | None, is_told: bool) -> None:
     with serving(lm, {"cache_tokens": room}) as made:
         assert [note[:35] for note in made.worker.notes()] == ["requests of more than 95 tokens wit"] * is_told
+        (one, *_) = web.get(f"{made.url}/v1/models").json()["data"]
+        assert one["alcoda"]["context"] == (95 if is_told else 96)
         body = {"prompt": [3] * 50, "temperature": 0, "ignore_eos": True}
         for n, fits in ((45, True), (46, not is_told)):  # as it is told: up to 95 tokens in all
             answer = web.post(f"{made.url}/v1/completions", json={**body, "max_tokens": n})
             assert answer.status_code == (200 if fits else 400), answer.text
+        if is_told:
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+            assert "this server's cache holds 95: shorten prompt, or lower max_tokens to 45" in error["message"]
+        # A chat goes on for as long as there is room; what is only scored needs none.
+        found = ask(made, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], ignore_eos=True)
+        assert found["usage"]["total_tokens"] == (95 if is_told else 96)
+        scored = {"prompt": [3] * 96, "max_tokens": 0, "echo": True, "logprobs": 1}
+        assert web.post(f"{made.url}/v1/completions", json=scored).status_code == 200
