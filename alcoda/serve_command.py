@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ from alcoda.options import Cache, Checkpoint, Json, Plugin, Wavefront, parse_siz
 from alcoda.show import print_json, say
 
 KEY = "ALCODA_API_KEY"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
@@ -76,6 +76,7 @@ def serve(
 
     try:
         from alcoda import serving
+        from alcoda.serve.origin import is_loopback
     except ImportError as error:
         raise UsageError(f"alcoda serve needs more ({error}); install it with: {install('serve')}") from None
 
@@ -109,7 +110,7 @@ def serve(
     server.open()
     if not as_json:
         say(f"{server.url}: loading {run} ...")
-    if host not in LOCAL and not server.settings.keys():
+    if not is_loopback(host) and not server.settings.keys():
         say(f"anybody who reaches {server.url} may use it: --api-key KEY lets in only those who have one")
 
     def ready(started: serving.Server) -> None:
@@ -127,3 +128,8 @@ def serve(
     server.run(ready)
     for number in signals:  # it has ended as it was asked to: once more changes nothing, until the process is gone
         signal.signal(number, signal.SIG_IGN)
+    if server.worker.is_left:
+        # It is in the middle of what is not Python: ended there as Python takes itself down, it may abort the process.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)

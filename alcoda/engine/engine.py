@@ -168,7 +168,9 @@ class Engine:
         began = perf_counter()
         self._changed = {}
         while self._arrived:
-            self.scheduler.add(self._arrived.popleft())
+            completion = self._arrived.popleft()
+            if completion.finish is None:  # it may have been cancelled since the last look at what was
+                self.scheduler.add(completion)
         self._cancel()
         free = self.places - len(self.running)
         for completion in self.scheduler.admit(lambda one: self.runner.arena.reserve(one.n_tokens), free):

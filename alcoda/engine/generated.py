@@ -24,9 +24,8 @@ class Texts:
 
     def of(self, completion: Completion) -> TextStream:
         """Of one completion."""
-        if completion.stream not in self.by_stream:
-            self.by_stream[completion.stream] = TextStream(self.tokenizer, self.stop)
-        return self.by_stream[completion.stream]
+        found = self.by_stream.get(completion.stream)  # whoever asked asks in its own thread, the engine in its
+        return found or self.by_stream.setdefault(completion.stream, TextStream(self.tokenizer, self.stop))
 
     def __call__(self, completion: Completion, token: int) -> bool:
         text = self.of(completion)

@@ -125,7 +125,8 @@ class Gate:
         except TimeoutError:
             self.worker.check_not_ending()
             why = f"the body did not come within {limit_s:g} s"
-            raise ApiError(408, why, code="body_timeout", headers={"Connection": "close"}) from None
+            headers = {"Connection": "close", "x-should-retry": "false"}
+            raise ApiError(408, why, code="body_timeout", headers=headers) from None
         if size > most:
             raise self._too_large()
         body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}

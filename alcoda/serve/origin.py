@@ -36,7 +36,7 @@ class Origins:
         self.is_any = ANY in allowed
         self.allowed = frozenset(map(str.lower, allowed))
         names = {host.lower(), *(_name(urlsplit(one).netloc) for one in self.allowed)}
-        self.names = LOCAL | names if _is_loopback(host) and not self.is_any else None
+        self.names = LOCAL | names if is_loopback(host) and not self.is_any else None
         """That ``Host`` may be; None: any."""
 
     def check(self, headers: Collection[tuple[bytes, bytes]]) -> None:
@@ -104,7 +104,8 @@ def _is_at(origin: str, host: str) -> bool:
     return port is not None and bool(place) and place.removesuffix(port) == host.removesuffix(port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         return ipaddress.ip_address(address).is_loopback

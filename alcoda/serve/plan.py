@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS = 16
 """Of a completion where nothing is said, as OpenAI's."""
-MAX_STOPS = 4
-"""Of the engine."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +179,8 @@ def _check_size(text: str, lm: LM, name: str) -> None:
 
 
 def _how(body: Common, stops: Sequence[str], logprobs: int | None) -> dict[str, Any]:
+    from alcoda.engine.text import MAX_STOPS
+
     asked = [body.stop] if isinstance(body.stop, str) else body.stop or []
     # Of what no seed was given for, none is told: the next such request draws otherwise.
     seed = secrets.randbits(63) if body.seed is None else body.seed % (1 << 63)

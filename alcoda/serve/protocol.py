@@ -284,7 +284,7 @@ MOST_SHOWN = 40
 """Characters of a value that a message quotes."""
 
 
-def check_type(request: Request) -> None:
+async def check_type(request: Request) -> None:
     """ApiError (415) where a body is not said to be JSON: a page of another origin may send any other without the
     browser asking first."""
     sent = request.headers.get("content-type", "")

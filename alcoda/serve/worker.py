@@ -77,7 +77,8 @@ class Worker:
         """Begin to load, within the running event loop."""
         self._loop = asyncio.get_running_loop()
         self.state = "loading"
-        threading.Thread(target=self._open, name="alcoda-load", daemon=True).start()
+        self._loader = threading.Thread(target=self._open, name="alcoda-load", daemon=True)
+        self._loader.start()
 
     def _open(self) -> None:
         try:
@@ -164,6 +165,11 @@ class Worker:
         """End what still runs."""
         self._gone.set()
         self._free.set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a thread of it still runs, once it is closed."""
+        return self._loader.is_alive() or (self.service is not None and self.service.background.is_alive)
 
     async def close(self) -> None:
         """End the engine's thread; what still runs is cancelled."""
@@ -293,8 +299,12 @@ class Worker:
 
     def _flush(self) -> None:
         self._is_posted = False
-        while self._posts:
-            self._posts.popleft()()
+        try:
+            while self._posts:
+                self._posts.popleft()()
+        finally:
+            if self._posts:  # one failed: the others are done all the same
+                self.post(lambda: None)
 
 
 def given_up() -> ApiError:

@@ -56,13 +56,23 @@ def test_all_of_n_are_told() -> None:
     assert [one.stream for one in found] == [0, 1, 2] and {one.finish for one in found} == {"length"}
 
 
-def test_who_leaves_early_is_cancelled() -> None:
-    made = engine()
+def test_who_leaves_early_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, goes = engine(), threading.Event()
+    step = made.step
+
+    def held() -> Any:
+        """Once there is a token, nothing goes on before its reader has left."""
+        if made.stats.tokens:
+            goes.wait(60)
+        return step()
+
+    monkeypatch.setattr(made, "step", held)
 
     async def leave(background: Background) -> Completion:
         stream = background.stream(Request((1, 2), 29))
         first = await anext(stream)
         await stream.aclose()
+        goes.set()
         await whole(background, Request((3,), 2))  # after this, the engine has seen the cancellation
         return first
 
@@ -89,6 +99,17 @@ def test_a_loop_that_ends_first_ends_nobody_else() -> None:
         assert held.result(60)
         (found,) = asyncio.run(asyncio.wait_for(whole(background, Request((3,), 2)), 60))
         assert found.finish == "length" and background.is_alive
+    made.check_idle()
+
+
+def test_a_cancellation_that_overtakes_its_request_holds_nothing() -> None:
+    """Another thread asks and cancels between the engine's look at the one and at the other."""
+    made = engine()
+    (asked,) = made.submit(Request((1, 2), 5))
+    made._end(asked, "cancelled")
+    for _ in made.steps():
+        pass
+    assert asked.finish == "cancelled" and not asked.tokens
     made.check_idle()
 
 

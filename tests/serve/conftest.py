@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import openai
 import pytest
 import torch
+from serving import calls as calls
 from serving import serving, tiny
 
 from alcoda.engine.llm import LM

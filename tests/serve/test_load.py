@@ -117,31 +117,45 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_closed_loop_keeps_so_many_busy() -> None:
-    running, most = 0, 0
+    running, most, ended, enough = 0, 0, 0, asyncio.Event()
 
     async def send(_: int, one: Answer) -> None:
-        nonlocal running, most
+        nonlocal running, most, ended
         one.sent = time.perf_counter()
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.005)
         running -= 1
         one.end, one.error = time.perf_counter(), None
+        ended += 1
+        if ended == 10:
+            enough.set()
 
-    driven = asyncio.run(closed_loop(send, 3, 0.05))
-    assert most == 3 and len(driven.answers) > 3 and not running
+    async def run() -> Driven:
+        task = asyncio.create_task(closed_loop(send, 3, 600.0))
+        await enough.wait()
+        task.cancel()
+        return await task
+
+    driven = asyncio.run(run())
+    assert most == 3 and len(driven.answers) >= 10 and driven.interrupted
+    running = 0
+    assert len(asyncio.run(closed_loop(send, 3, 0.0)).answers) == 3 and not running, "once each, however late it is"
 
 
 def test_what_is_cancelled_is_told_as_far_as_it_went() -> None:
+    second = asyncio.Event()
+
     async def send(number: int, one: Answer) -> None:
         one.sent = time.perf_counter()
         if number:
-            await asyncio.sleep(60)
+            second.set()
+            await asyncio.sleep(600)
         one.end, one.error = time.perf_counter(), None
 
     async def run() -> Driven:
-        task = asyncio.create_task(open_loop(send, [0.0, 0.01, 50.0], 60))
-        await asyncio.sleep(0.2)
+        task = asyncio.create_task(open_loop(send, [0.0, 0.01, 5000.0], 6000))
+        await second.wait()
         task.cancel()
         return await task
 

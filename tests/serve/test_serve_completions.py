@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
-from serving import NAME, ask, events, serving
+from serving import NAME, WAIT_S, Held, ask, serving, web
 
 from alcoda.engine.llm import LM
 from alcoda.engine.options import Options
@@ -138,5 +140,12 @@ def test_tokenize(server: Server, lm: LM) -> None:
 
 
 def test_a_text_in_events_begins_before_it_ends(server: Server) -> None:
-    found = events(server, max_tokens=20)
-    assert len(found) > 3 and [one["choices"][0]["finish_reason"] for one in found].count("length") == 1
+    with Held(server, launches=12) as held:
+        body = {"prompt": "What", "max_tokens": 20, "ignore_eos": True, "temperature": 0, "stream": True}
+        with web.stream("POST", server.url + "/v1/completions", json=body, timeout=WAIT_S) as answer:
+            lines = answer.iter_lines()
+            first = json.loads(next(lines).removeprefix("data: "))
+            held.goes.set()
+            rest = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert first["choices"][0]["text"] and first["choices"][0]["finish_reason"] is None
+    assert [one["choices"][0]["finish_reason"] for one in rest].count("length") == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from serving import Held, ask, serving, web
+from serving import Held, ask, in_thread, serving, until, web
 
 from alcoda.engine.llm import LM
 from alcoda.errors import UsageError
@@ -67,22 +68,14 @@ def test_a_key_has_a_tier(locked: Server) -> None:
 
 
 def test_depth_falls_while_many_wait(locked: Server) -> None:
-    import threading
-
     def asks(**body: object) -> tuple[threading.Thread, list[str]]:
-        found: list[str] = []
-        act = lambda: found.append(post(locked, **body).json()["alcoda"]["tier"])  # noqa: E731
-        thread = threading.Thread(target=act, daemon=True)
-        thread.start()
-        return thread, found
+        return in_thread(lambda: post(locked, **body).json()["alcoda"]["tier"])
 
     with Held(locked):
         first = asks(n=3)  # two run, one waits
-        while locked.worker.n_open < 3:
-            pass
+        until(lambda: locked.worker.n_open == 3, "three are let in")
         others = [asks(), asks(model="tiny:exact"), asks(loops=3)]
-        while locked.worker.n_open < 6:
-            pass
+        until(lambda: locked.worker.n_open == 6, "and three more")
     for thread, _ in (first, *others):
         thread.join()
     assert [found[0] for _, found in (first, *others)] == ["balanced", "fast", "exact", None]

@@ -5,35 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from serving import WAIT_S, Held, ask, metric, serving, web
+from serving import WAIT_S, Held, ask, expire, in_thread, metric, serving, until, web
 
 from alcoda.engine.llm import LM
+from alcoda.serve.call import Call
 from alcoda.serve.server import Server
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "What", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for something that comes by itself."""
-    ends_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.01)
-
-
-def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
-    thread.start()
-    return thread, found
 
 
 @pytest.fixture
@@ -85,24 +70,14 @@ def test_a_deadline_of_the_server(lm: LM) -> None:
         assert found.status_code == 408 and "0.05 s" in found.json()["error"]["message"]
 
 
-def test_a_deadline_in_a_stream_ends_it_with_an_error(small: Server) -> None:
-    with Held(small) as held:
-        step = held.engine.step
-        n = [0]
-
-        def some() -> Any:
-            n[0] += 1
-            if n[0] < 12:
-                held.goes.set()
-            else:
-                held.goes.clear()
-            return step()
-
-        held.engine.step = some  # pyrefly: ignore
-        body = {**LONG, "timeout": 1.0, "stream": True}
+def test_a_deadline_in_a_stream_ends_it_with_an_error(small: Server, calls: list[Call]) -> None:
+    with Held(small, launches=12):
+        body = {**LONG, "timeout": 600, "stream": True}
         with web.stream("POST", small.url + COMPLETIONS, json=body, timeout=WAIT_S) as answer:
-            lines = [line for line in answer.iter_lines() if line]
-        held.goes.set()
+            every = answer.iter_lines()
+            lines = [next(every)]
+            expire(small, calls[0])
+            lines += [line for line in every if line]
     assert answer.status_code == 200 and '"deadline_exceeded"' in lines[-1] and "[DONE]" not in "".join(lines)
 
 
@@ -138,7 +113,7 @@ def test_half_a_body(small: Server) -> None:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     ask(small, max_tokens=1)
-    assert small.worker.n_requests == 0
+    until(lambda: small.worker.n_requests == 0, "it holds nothing")
 
 
 def test_ending_lets_requests_end(lm: LM) -> None:

@@ -28,7 +28,7 @@ class Fake:
         answers: by a word in a prompt: ``refuse`` (429), ``break`` (the stream just ends), ``fail`` (an error within
             it), ``mute`` (no text at all).
         tier: that it says it used.
-        bodies, times: of the completions that it was asked for.
+        bodies: of the completions that it was asked for.
     """
 
     models: tuple[str, ...] = ("m", "m:fast")
@@ -38,7 +38,6 @@ class Fake:
     tier: str | None = None
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -70,7 +69,6 @@ def fake_server(**how: Any) -> Iterator[Fake]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.bodies.append(body)
-            fake.times.append(time.perf_counter())
             if not self._may():
                 return
             if "refuse" in body["prompt"]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from loaded import loaded
 
@@ -19,6 +21,7 @@ from alcoda.depth.rules import StateChange
 from alcoda.depth.tiers import Measured, Tier, Tiers
 from alcoda.depth.trajectory import trace
 from alcoda.engine.llm import LM
+from alcoda.serve.call import Call
 from alcoda.serve.server import Server
 from alcoda.serving import server
 from alcoda.training.run import RunFolder
@@ -88,16 +91,19 @@ def serving(lm: LM, engine: dict[str, Any] | None = None, **settings: Any) -> It
 
 
 class Held:
-    """Holds a server's engine before each launch, until it is let go."""
+    """Holds a server's engine before each launch, after so many ``launches``, until it is let go."""
 
-    def __init__(self, made: Server) -> None:
+    def __init__(self, made: Server, launches: int = 0) -> None:
         assert made.worker.service is not None
         self.engine = made.worker.service.background.engine
-        self.goes, self._step = threading.Event(), self.engine.step
+        self.goes, self._step, self._left = threading.Event(), self.engine.step, launches
 
     def __enter__(self) -> Held:
         def step() -> Any:
-            self.goes.wait(WAIT_S)
+            if self._left:
+                self._left -= 1
+            else:
+                self.goes.wait(WAIT_S)
             return self._step()
 
         self.engine.step = step  # pyrefly: ignore
@@ -106,6 +112,47 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.goes.set()
         self.engine.step = self._step  # pyrefly: ignore
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that comes by itself."""
+    ends_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < ends_s, what
+        time.sleep(0.01)
+
+
+def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """What it gives, once the thread has ended; nothing where the connection was cut."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with suppress(httpx.HTTPError):
+            found.append(act())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Every request that is let in, to be given up when a test says so (`expire`) and not after some time."""
+    found: list[Call] = []
+
+    class Noted(Call):
+        def __init__(self, *how: Any) -> None:
+            super().__init__(*how)
+            found.append(self)
+
+    monkeypatch.setattr("alcoda.serve.answers.Call", Noted)
+    return found
+
+
+def expire(made: Server, call: Call) -> None:
+    """Its deadline has come."""
+    assert made._loop is not None
+    made._loop.call_soon_threadsafe(call._expire)
 
 
 def ask(made: Server, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:

@@ -131,10 +131,6 @@ class LoadResult:
                 found.append(f"{one.model}, {one.load}: the server answered {told}: its policy lowers depth under load")
         return found
 
-    def score(self, model: str, load: float) -> LoadScore:
-        """That of a model at a rate, or a concurrency."""
-        return next(one for one in self.scores if one.model == model and load in (one.rate_per_s, one.concurrency))
-
     def to_json(self) -> dict[str, Any]:
         """For ``--json`` and ``--out``."""
         return asdict(self) | {"notes": self.notes}

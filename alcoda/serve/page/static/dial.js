@@ -70,7 +70,8 @@ export class Dial {
     const rule = this.facts.balanced?.rule;
     if (rule?.kind !== "state" || typeof rule.threshold !== "number") return STEPS / 2;
     const { from, to } = RULES.state;
-    return Math.round((STEPS * Math.log(rule.threshold / from)) / Math.log(to / from));
+    const place = Math.round((STEPS * Math.log(rule.threshold / from)) / Math.log(to / from));
+    return Math.max(0, Math.min(STEPS, place));
   }
 
   turnTo(way) {

@@ -214,13 +214,16 @@ async function generate() {
           showHistogram();
         }
         lane.end();
-        if (chat) lane.remember(question);
       } catch (error) {
         lane.end(error.name === "AbortError" ? "stopped" : "failed");
         throw error;
       }
     }
-    if (chat) byId("prompt").value = "";
+    if (chat) {
+      // All together, or none: a question that is asked again stands once in each.
+      for (const lane of lanes) lane.remember(question);
+      byId("prompt").value = "";
+    }
   } catch (error) {
     how = error.name === "AbortError" ? "Stopped" : "Failed";
     if (how === "Failed") tellProblem(error);
