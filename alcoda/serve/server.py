@@ -142,7 +142,14 @@ class Server:
         if self._loop is None:
             raise KeyboardInterrupt
         with contextlib.suppress(RuntimeError):  # it has ended already
-            self._loop.call_soon_threadsafe(self.end)
+            self._loop.call_soon_threadsafe(self._end_aloud)
+
+    def _end_aloud(self) -> None:
+        """`end`; whoever sits before it is told why it takes a while."""
+        n, drain_s = self.worker.n_requests, self.settings.drain_s
+        if not self._n_signals and n and drain_s:
+            LOG.warning("requests that may go on for %g s: %d; a second signal ends them at once", drain_s, n)
+        self.end()
 
     def _run(self, told: Callable[[Server], None]) -> None:
         # uvloop and httptools where they are installed: for the loop's thread a third less work a token.
