@@ -349,9 +349,8 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (SystemExit, KeyboardInterrupt) as end:
-        if (
-            isinstance(end, SystemExit) and end.code != 130
-        ):  # what typer makes of a KeyboardInterrupt, once it is at work
+        # 130 is what typer makes of a KeyboardInterrupt, once it is at work.
+        if isinstance(end, SystemExit) and end.code != 130:
             raise
         say("interrupted; nothing that was finished is lost")
         sys.exit(130)
